@@ -1,0 +1,143 @@
+"""Loading a checkpoint into tensors that exist, on any number of ranks, whatever the number it was written on.
+
+Owns the comparison of what is saved with what is wanted, before anything is read, and the check of every byte that is
+used. Reads with the planner and reader of torch.distributed.checkpoint (DCP) but with our own reading of its metadata:
+nothing in the folder can run code. Which checkpoint to load is `folder.py`'s question.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from trainer.checkpoint.manifest import Manifest, read_manifest, read_sealed, verify_file
+from trainer.checkpoint.metadata import files_of, read_metadata
+from trainer.checkpoint.save import STATE_NAME
+from trainer.checkpoint.together import gather_everywhere, is_first, run_together
+
+_MAX_NAMED = 20
+
+
+class _Differences(NamedTuple):
+    """How this rank's tensors differ from what is saved."""
+
+    missing: set[str]
+    extra: set[str]
+    unlike: dict[str, str]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state of the checkpoint `path`. Raises ValueError if it is damaged."""
+    return json.loads(read_sealed(path, STATE_NAME, read_manifest(path)))
+
+
+def saved_keys(path: Path) -> set[str]:
+    """Return the keys of all tensors in the checkpoint `path`."""
+    return set(read_metadata(path, read_manifest(path)).state_dict_metadata)
+
+
+def load_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    allow_missing: Callable[[str], bool],
+    allow_extra: Callable[[str], bool],
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Collective over all ranks. Fill `tensors` (plain or DTensors, with memory) in place from the checkpoint `path`.
+
+    A key that is not saved is an error unless `allow_missing(key)`, and then its tensor stays as it is; a saved key
+    that no rank asks for is one unless `allow_extra(key)`. Shapes and dtypes must be equal. All of this is compared,
+    and raises ValueError on every rank, before any tensor is touched. `process_group` is a host-side group of all
+    ranks; None loads on one process, without torch.distributed.
+    """
+    manifest, metadata = run_together(f"loading {path}", lambda: _read_headers(path), process_group)
+    differences = run_together(
+        f"loading {path}", lambda: _compare(metadata, tensors, allow_missing, allow_extra), process_group
+    )
+    _check_same(path, differences, process_group)
+    wanted = {key: tensor for key, tensor in tensors.items() if key in metadata.state_dict_metadata}
+    _verify_files(path, manifest, files_of(metadata, wanted), process_group)
+    run_together(f"loading {path}", lambda: _read(path, metadata, wanted, is_first(process_group)), process_group)
+
+
+def _read_headers(path: Path) -> tuple[Manifest, Metadata]:
+    manifest = read_manifest(path)
+    return manifest, read_metadata(path, manifest)
+
+
+def _compare(
+    metadata: Metadata,
+    tensors: Mapping[str, torch.Tensor],
+    allow_missing: Callable[[str], bool],
+    allow_extra: Callable[[str], bool],
+) -> _Differences:
+    saved: dict[str, Any] = metadata.state_dict_metadata
+    unlike = {}
+    for key in tensors.keys() & saved.keys():
+        tensor, entry = tensors[key], saved[key]
+        assert not tensor.is_meta, f"{key} has no memory to load into"
+        if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
+            unlike[key] = (
+                f"{key} is {entry.properties.dtype} {tuple(entry.size)} in the checkpoint "
+                f"and {tensor.dtype} {tuple(tensor.shape)} here"
+            )
+    return _Differences(
+        missing={key for key in tensors.keys() - saved.keys() if not allow_missing(key)},
+        extra={key for key in saved.keys() - tensors.keys() if not allow_extra(key)},
+        unlike=unlike,
+    )
+
+
+def _check_same(path: Path, differences: _Differences, process_group: dist.ProcessGroup | None) -> None:
+    """Collective over all ranks. Raise ValueError that lists all differences, if there are any."""
+    per_rank: list[_Differences] = gather_everywhere(differences, process_group)
+    missing = set().union(*(rank.missing for rank in per_rank))
+    extra = set.intersection(*(rank.extra for rank in per_rank))  # what one rank does not ask for, another one may
+    unlike = {key: text for rank in per_rank for key, text in rank.unlike.items()}
+    problems = []
+    if missing:
+        problems.append(f"not in the checkpoint: {_name_some(missing)}")
+    if extra:
+        problems.append(f"only in the checkpoint: {_name_some(extra)}")
+    if unlike:
+        problems.append(_name_some(set(unlike.values())))
+    if problems:
+        raise ValueError(
+            f"{path} does not fit this run: {'; '.join(problems)}. Use the model and optimizer it was written with, "
+            "or another checkpoint"
+        )
+
+
+def _name_some(names: set[str]) -> str:
+    shown = sorted(names)[:_MAX_NAMED]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+
+
+def _verify_files(path: Path, manifest: Manifest, names: list[str], process_group: dist.ProcessGroup | None) -> None:
+    """Collective over all ranks. Compare the files with their checksums, each rank a share of what all need."""
+    everything = sorted(set().union(*gather_everywhere(names, process_group)))
+    rank = 0 if process_group is None else dist.get_rank(process_group)
+    world_size = 1 if process_group is None else dist.get_world_size(process_group)
+
+    def verify_share() -> None:
+        for name in everything[rank::world_size]:
+            verify_file(path, name, manifest)
+
+    run_together(f"loading {path}", verify_share, process_group)
+
+
+def _read(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], first: bool) -> None:
+    """Read this rank's parts. DCP needs no exchange for that: every rank sees the metadata of all parts."""
+    reader = FileSystemReader(path)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with torch.no_grad():
+        planner.set_up_planner(dict(tensors), metadata, first)
+        reader.set_up_storage_reader(metadata, first)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        reader.read_data(planner.finish_plan(plan), planner).wait()

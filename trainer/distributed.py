@@ -1,0 +1,130 @@
+"""The processes of a run: device, process groups, agreement between ranks, and a clean end.
+
+The one place that chooses a device or a backend. One process without torchrun gets the same process group as many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands, as torchrun's environment tells; one process alone is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def backend(self) -> str:
+        """NCCL for device tensors plus gloo for host tensors, or gloo alone."""
+        return "cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo"
+
+
+def find_place() -> Place:
+    """Read this process's place, and choose its device by capability. Starts nothing."""
+
+    def number(name: str, default: int) -> int:
+        return int(os.environ.get(name, default))
+
+    local_rank = number("LOCAL_RANK", 0)
+    has_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    return Place(
+        rank=number("RANK", 0),
+        local_rank=local_rank,
+        world_size=number("WORLD_SIZE", 1),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
+        device=torch.device("cuda", local_rank) if has_gpu else torch.device("cpu"),
+    )
+
+
+@contextlib.contextmanager
+def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
+    """Hold the default process group open. Collective over all ranks."""
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    alone = "RANK" not in os.environ
+    dist.init_process_group(
+        place.backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        rank=place.rank,
+        world_size=place.world_size,
+        store=dist.HashStore() if alone else None,
+        device_id=place.device if place.device.type == "cuda" else None,
+    )
+    try:
+        yield
+        # A gloo rank that leaves while another still reads from it makes that one abort, so all leave together.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Stand in for rank 0 of `world_size` ranks without any other process; collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def host_group(timeout_seconds: int) -> dist.ProcessGroup:
+    """Make a gloo group over all ranks for host tensors, apart from the device's traffic. Collective over all ranks."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+def set_timeout(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Set the limit of each later collective of `groups`."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in groups:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's `value`, in rank order. Collective over `group`; for small values at start and end only."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def check_agreement(what: str, value: str, group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError on every rank if `value` differs between ranks. Collective over `group`."""
+    values = gather_objects(value, group)
+    if len(set(values)) > 1:
+        table = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))
+        raise RuntimeError(f"{what} must be the same on every rank, and is not:\n{table}")
+
+
+class HostCopy:
+    """Device values on their way to the host. Reading them waits for them alone, not for work queued after them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values.clone()
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()

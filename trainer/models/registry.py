@@ -1,0 +1,36 @@
+"""The families a config's `model.name` may name, and what the trainer needs of each. A literal dict, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from trainer.models.llama import config as llama_config
+from trainer.models.llama import model as llama_model
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model family offers; each function takes the family's own shape object."""
+
+    build_config: Callable[[str, str, dict[str, Any]], Any]
+    build_model: Callable[[Any], nn.Module]
+    initial_std: Callable[[Any], Mapping[str, float]]
+    count_parameters: Callable[[Any], int]
+    count_flops_per_token: Callable[[Any, int], int]
+    count_activation_bytes: Callable[[Any, int, int], int]
+
+
+LLAMA = Family(
+    build_config=llama_config.build_llama_config,
+    build_model=llama_model.Llama,
+    initial_std=llama_model.initial_std,
+    count_parameters=llama_config.count_parameters,
+    count_flops_per_token=llama_config.count_flops_per_token,
+    count_activation_bytes=llama_config.count_activation_bytes,
+)
+
+FAMILIES: dict[str, Family] = {"llama2": LLAMA, "llama3": LLAMA}

@@ -1,0 +1,87 @@
+"""Compilation of the model and its loss as one graph, and what the compiler did."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
+
+_PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint ready() { return omp_get_max_threads(); }\n"
+
+
+@functools.cache
+def find_missing_toolchain() -> str | None:
+    """Return why Inductor can't build CPU kernels here, or None. Builds one tiny kernel to find out."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except Exception as error:  # Inductor's own error type differs between releases; its text is what matters
+        return str(error).splitlines()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text(_PROBE)
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_paths()['include']}"]
+        try:
+            done = subprocess.run(
+                [*command, str(source), "-o", str(source.with_suffix(".so"))], capture_output=True, text=True
+            )
+        except OSError as error:
+            return f"{compiler} does not run: {error}"
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines()
+            return f"{compiler} failed: {lines[0] if lines else f'exit code {done.returncode}'}"
+    return None
+
+
+def choose_backend(requested: str, device: torch.device) -> tuple[str, str | None]:
+    """Return the backend to use and, where it isn't the requested one, why."""
+    if requested != "inductor" or device.type != "cpu":
+        return requested, None
+    missing = find_missing_toolchain()
+    return ("aot_eager", missing) if missing else (requested, None)
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Counts since the process started: graphs captured, graph breaks, and captures after the first of a function."""
+
+    graphs: int
+    breaks: int
+    recompiles: int
+
+
+def report_compilation() -> CompileReport:
+    """Read the compiler's counters."""
+    from torch._dynamo.utils import counters
+
+    graphs = counters["stats"]["unique_graphs"]
+    return CompileReport(graphs, sum(counters["graph_break"].values()), max(0, graphs - 1))
+
+
+def build_sum_losses(
+    model: nn.Module, sum_token_losses: SumTokenLosses, *, enable: bool, backend: str, loss_inside: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled as one graph where `enable`.
+
+    The loss is part of the graph where `loss_inside`, so that float32 logits need never exist. A graph break is an error.
+    """
+    if not enable:
+        return lambda tokens_BT, labels_BT: sum_token_losses(model(tokens_BT), labels_BT)
+    if not loss_inside:
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        return lambda tokens_BT, labels_BT: sum_token_losses(compiled(tokens_BT), labels_BT)
+
+    def sum_losses(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        return sum_token_losses(model(tokens_BT), labels_BT)
+
+    return torch.compile(sum_losses, backend=backend, fullgraph=True, dynamic=False)

@@ -1,0 +1,40 @@
+"""The norm of all gradients, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.mesh import Mesh
+
+
+def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:
+    names = gradient.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, place in zip(names, gradient.placements, strict=True) if place.is_shard())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
+    """Scale all gradients in place so that their joint 2-norm is at most `max_norm`; return the norm before, float32.
+
+    Collective over the axes that shard parameters. Squares are summed in float32 over local shards, then over the axes
+    along which each parameter is divided; copies along other axes count once. A non-finite norm is returned as it is.
+    """
+    locals_by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            assert isinstance(gradient, DTensor)
+            locals_by_axes[_sharded_axes(gradient)].append(gradient.to_local())
+    squares = []
+    for axes, gradients in locals_by_axes.items():
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+        squares.append(mesh.sum(norms.square().sum(), over=axes))
+    norm = torch.stack(squares).sum().sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradients in locals_by_axes.values():
+        torch._foreach_mul_(gradients, scale)
+    return norm

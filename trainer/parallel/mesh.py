@@ -1,0 +1,66 @@
+"""The device mesh: axes `pp, dp_replicate, dp_shard, cp, tp`, all always there. The only place that multiplies ranks.
+
+An axis of size 1 is an axis like any other, and costs nothing: DTensor issues no collective over a single rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks of the run by axis. `axes` is the whole; `data` the part over which parameters are kept and summed."""
+
+    axes: DeviceMesh
+
+    @property
+    def data(self) -> DeviceMesh:
+        return self.axes[DATA_AXES]
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks read different rows."""
+        return self.data.size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank is: row-major over the data axes."""
+        replicate, shard = (self.axes.get_local_rank(axis) for axis in DATA_AXES)
+        return replicate * self.axes.size(AXES.index("dp_shard")) + shard
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups of all axes, and the one of all ranks."""
+        return [dist.group.WORLD, *(self.axes.get_group(axis) for axis in AXES)]
+
+    def sum(self, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
+        """Return the sum of `value` over the axes. Collective over `over`; axes of size 1 are skipped."""
+        return self._reduce(value, over, dist.ReduceOp.SUM)
+
+    def max(self, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
+        """Return the elementwise largest `value` over the axes. Collective over `over`; axes of size 1 are skipped."""
+        return self._reduce(value, over, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: Tensor, over: tuple[str, ...], op: dist.ReduceOp.RedOpType) -> Tensor:
+        result = value.detach().clone()
+        for axis in over:
+            if self.axes.size(AXES.index(axis)) > 1:
+                dist.all_reduce(result, op=op, group=self.axes.get_group(axis))
+        return result
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.axes.shape, strict=True))
+
+
+def build_mesh(device: torch.device, *, dp_replicate: int, dp_shard: int) -> Mesh:
+    """Build the mesh over all ranks of the default process group. Collective over all ranks."""
+    sizes = (1, dp_replicate, dp_shard, 1, 1)
+    return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
