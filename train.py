@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 def dry_run(loaded: Loaded, world_size: int) -> int:
     """Print what rank 0 of `world_size` ranks would hold, without other processes and without allocating it."""
-    from trainer.build import describe_dry_run
+    from trainer.describe import describe_dry_run
     from trainer.distributed import fake_process_group
 
     with fake_process_group(world_size):
@@ -48,9 +48,10 @@ def dry_run(loaded: Loaded, world_size: int) -> int:
 
 
 def train(loaded: Loaded) -> int:
-    from trainer.build import build_run, plan_launch
+    from trainer.build import build_run
     from trainer.distributed import find_place, process_group
     from trainer.interrupt import end_at_once_on_signals
+    from trainer.launch import plan_launch
     from trainer.loop import Loop
 
     end_at_once_on_signals()

@@ -1,4 +1,7 @@
-"""Text from a model, one token at a time. Recomputes the whole prefix for each: simple, and enough to look at a model."""
+"""Text from a model, one token at a time.
+
+The whole prefix is computed again for each token: simple, and enough to look at a model.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ def generate(
 ) -> list[int]:
     """Return `prompt` continued by at most `tokens` ids below `vocab_size`, ending before `stop_id`.
 
-    Collective over the data axes where the model is sharded: every rank calls with the same arguments and draws the same
-    ids. Has its own random generator, so it doesn't disturb training.
+    Collective over the data axes where the model is sharded: every rank calls with the same arguments and draws
+    the same ids. Has its own random generator, so it doesn't disturb training.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)

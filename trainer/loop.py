@@ -17,14 +17,16 @@ from pathlib import Path
 
 import torch
 
-from trainer.build import Run, checkpoint_folder, describe, random_keys
+from trainer.build import Run, checkpoint_tensors, random_tensors
 from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.save import save_checkpoint
 from trainer.config_text import to_toml
 from trainer.data.batches import Microbatch
+from trainer.describe import describe
 from trainer.distributed import HostCopy, gather_objects, set_timeout
 from trainer.evaluate import evaluate
 from trainer.generate import generate
+from trainer.launch import checkpoint_folder
 from trainer.loss import count_labels
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.gradients import clip_gradients
@@ -183,7 +185,7 @@ class Loop:
             path = save_checkpoint(
                 folder,
                 step,
-                tensors=run.tensors() | random_keys(run.place.rank),
+                tensors=checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank),
                 state=run.describe_state() | (note or {}),
                 attach=lambda path: run.launch.prepared.tokenizer.save(path / "tokenizer"),
                 process_group=run.save_group,
@@ -202,8 +204,8 @@ class Loop:
         log.error(
             f"Stopped at step {bad_step}: the weights are still those after step {state.step}"
             + (", and saved. " if self._saved_step == state.step and self.run.config.checkpoint.enable else ". ")
-            + f"The same command computes step {bad_step} again, from the same rows. Ways out: a lower optimizer.lr (with "
-            "checkpoint.accept_changes), an earlier checkpoint.load_step, training.mixed_precision_param = float32"
+            + f"The same command computes step {bad_step} again from the same rows. Ways out: a lower optimizer.lr or "
+            "training.mixed_precision_param = float32 (with checkpoint.accept_changes), an earlier checkpoint.load_step"
         )
 
     def _show_sample(self) -> None:

@@ -1,8 +1,8 @@
 """Optimizers over local shards, and which parameters are decayed.
 
 The update is elementwise, so a rank updates the plain tensors inside its DTensors with PyTorch's fused kernels: no
-DTensor dispatch for each parameter, and the state has the sharding of the parameter. `state_tensors` hands the state out
-as DTensors again, so that a checkpoint can reshard it.
+DTensor dispatch for each parameter, and the state has the sharding of the parameter. `state_tensors` hands the state
+out as DTensors again, so that a checkpoint can reshard it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def split_by_decay(names: list[str], no_decay: tuple[str, ...]) -> tuple[list[st
     if idle:
         known = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
         raise ValueError(
-            f"optimizer.no_decay = {list(no_decay)}: {idle} matches no parameter, and each pattern must match at least one "
-            f"of {known}. Correct the pattern or remove it."
+            f"optimizer.no_decay = {list(no_decay)}: {idle} matches no parameter, and each pattern must match at "
+            f"least one of {known}. Correct the pattern or remove it."
         )
     kept = [name for name in names if any(fnmatchcase(name, pattern) for pattern in no_decay)]
     return [name for name in names if name not in set(kept)], kept
@@ -52,8 +52,8 @@ def split_by_decay(names: list[str], no_decay: tuple[str, ...]) -> tuple[list[st
 class Optimizer:
     """AdamW, Adam or SGD over the local shards of named parameters.
 
-    `step` takes a float32 scalar `found_inf`: where it is 1 the kernels leave parameters and state untouched, without the
-    host knowing. State exists from the start, so that saving and loading need no first step.
+    `step` takes a float32 scalar `found_inf`: where it is 1 the kernels leave parameters and state untouched, without
+    the host knowing. State exists from the start, so that saving and loading need no first step.
     """
 
     def __init__(

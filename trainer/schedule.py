@@ -48,7 +48,7 @@ def build_schedule(
     decay_type: str,
     min_lr_factor: float,
 ) -> Schedule:
-    """Build the schedule; `decay_ratio` None decays from the end of warm-up on, else over that part of `total_steps`."""
+    """Build the schedule; `decay_ratio` is the part of `total_steps` that decays, None all of it after warm-up."""
     after_warmup = total_steps - warmup_steps
     decay_steps = after_warmup if decay_ratio is None else min(after_warmup, round(total_steps * decay_ratio))
     return Schedule(peak, warmup_steps, decay_steps, total_steps, decay_type, min_lr_factor)

@@ -73,7 +73,7 @@ def build_sum_losses(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled as one graph where `enable`.
 
-    The loss is part of the graph where `loss_inside`, so that float32 logits need never exist. A graph break is an error.
+    The loss is part of the graph where `loss_inside`, so that the compiler may fuse it. A graph break is an error.
     """
     if not enable:
         return lambda tokens_BT, labels_BT: sum_token_losses(model(tokens_BT), labels_BT)

@@ -10,12 +10,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
+from itertools import pairwise
 from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.optim import like_parameter
+from trainer.parallel.parameters import replace_parameters
 
 CUT = 3.0  # standard deviations at which the normal distribution is cut off
 TABLE_BITS = 12
@@ -31,7 +35,7 @@ def _quantiles() -> Tensor:
     size = 1 << TABLE_BITS
     points = [normal.inv_cdf(low + (1 - 2 * low) * i / size) for i in range(size + 1)]
     # Variance of the linear interpolation between neighbours a and b: (a*a + a*b + b*b) / 3, averaged.
-    neighbours = zip(points, points[1:], strict=False)
+    neighbours = pairwise(points)
     variance = sum(a * a + a * b + b * b for a, b in neighbours) / (3 * size)
     return torch.tensor(points, dtype=torch.float64) / variance**0.5
 
@@ -82,26 +86,12 @@ def _fill(shard: Tensor, parameter: DTensor, std: float, seed: int, name: str) -
 
 
 def materialize(model: nn.Module, device: torch.device, std: Mapping[str, float], seed: int) -> None:
-    """Give every parameter of `model`, a meta DTensor, memory on `device` and its initial values. Changes `model`.
+    """Give every parameter of `model`, a meta DTensor, memory on `device` and its initial values. Changes `model`."""
 
-    A parameter shared by several modules is drawn once, under its first name, and stays shared.
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    real: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter, name in names.items():
+    def draw(name: str, parameter: nn.Parameter) -> nn.Parameter:
         assert isinstance(parameter, DTensor)
         shard = torch.empty_like(parameter.to_local(), device=device, requires_grad=False)
         _fill(shard, parameter, std[name], seed, name)
-        whole = DTensor.from_local(
-            shard,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        real[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = real[parameter]
+        return nn.Parameter(like_parameter(shard, parameter), requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, draw)

@@ -39,7 +39,7 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups of all axes, and the one of all ranks."""
-        return [dist.group.WORLD, *(self.axes.get_group(axis) for axis in AXES)]
+        return [dist.distributed_c10d._get_default_group(), *(self.axes.get_group(axis) for axis in AXES)]
 
     def sum(self, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
         """Return the sum of `value` over the axes. Collective over `over`; axes of size 1 are skipped."""

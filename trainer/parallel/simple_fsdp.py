@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.parallel.parameters import replace_parameters
+
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0))  # over (dp_replicate, dp_shard)
 
 
@@ -31,8 +33,8 @@ class Precision:
 def gather(parameter: DTensor, precision: Precision) -> Tensor:
     """Return the whole parameter as a plain tensor in `param_dtype`. Collective over the data axes.
 
-    The shard is cast before it travels. In backward each rank's gradient is one addend of a sum over data ranks, taken in
-    `reduce_dtype`; the result has the parameter's placement and dtype.
+    The shard is cast before it travels. In backward each rank's gradient is one addend of a sum over data ranks, taken
+    in `reduce_dtype`; the result has the parameter's placement and dtype.
     """
     axes = parameter.device_mesh.ndim
     whole = parameter.redistribute(
@@ -45,8 +47,10 @@ def gather(parameter: DTensor, precision: Precision) -> Tensor:
 
 @functools.cache
 def _gathering_class(cls: type[nn.Module], names: tuple[str, ...], precision: Precision) -> type[nn.Module]:
-    """Return the subclass of `cls` whose attributes `names` gather when read. One class for each set of arguments, so that
-    equal layers have the same type and the compiler may treat them alike."""
+    """Return the subclass of `cls` whose attributes `names` gather when read.
+
+    One class for each set of arguments, so that equal layers have the same type and the compiler may treat them alike.
+    """
 
     def gathering(name: str) -> property:
         return property(lambda self: gather(self._parameters[name], precision))
@@ -66,19 +70,13 @@ def shard_on_meta(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
-    """Shard every parameter of `model`, which is on the meta device, and let its modules gather on use. Changes `model`.
+    """Shard every parameter of `model`, on the meta device, and let its modules gather on use. Changes `model`.
 
-    `mesh` has the axes (dp_replicate, dp_shard): rows are divided over dp_shard and repeated over dp_replicate, so one of
-    the two being 1 gives replicated (DDP) or fully sharded data parallelism. A parameter shared by modules stays shared.
+    `mesh` has the axes (dp_replicate, dp_shard): rows are divided over dp_shard and repeated over dp_replicate, so one
+    of the two being 1 gives replicated (DDP) or fully sharded data parallelism. A shared parameter stays shared.
     """
-    sharded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in list(model.modules()):
+    replace_parameters(model, lambda _, parameter: shard_on_meta(parameter, mesh))
+    for module in model.modules():
         names = tuple(name for name, p in module._parameters.items() if p is not None)
-        for name in names:
-            parameter = module._parameters[name]
-            assert parameter is not None
-            if parameter not in sharded:
-                sharded[parameter] = shard_on_meta(parameter, mesh)
-            module._parameters[name] = sharded[parameter]
         if names:
-            module.__class__ = _gathering_class(type(module), names, precision)
+            module.__class__ = _gathering_class(type(module), names, precision)  # type: ignore[arg-type]

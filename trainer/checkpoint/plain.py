@@ -1,0 +1,33 @@
+"""A checkpoint as a plain model on one device, for looking at it: no process group, no sharding, no optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.load import load_tensors, read_state
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.models.registry import FAMILIES
+from trainer.parallel.parameters import replace_parameters
+
+
+def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
+    """Return the model and tokenizer of the step folder `path`. ValueError if it is damaged or isn't a checkpoint."""
+    experiment = read_state(path)["experiment"]
+    name, flavor, prefix = experiment["model.name"], experiment["model.flavor"], "model.args."
+    changes = {key.removeprefix(prefix): value for key, value in experiment.items() if key.startswith(prefix)}
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        model = family.build_model(family.build_config(name, flavor, changes))
+    model.to(getattr(torch, experiment["training.dtype"]))
+    replace_parameters(model, lambda _, p: nn.Parameter(torch.empty_like(p, device=device)))
+    load_tensors(
+        path,
+        {f"model.{key}": p.detach() for key, p in model.named_parameters()},
+        allow_missing=lambda key: False,
+        allow_extra=lambda key: not key.startswith("model."),
+        process_group=None,
+    )
+    return model, load_tokenizer(str(path / "tokenizer"))

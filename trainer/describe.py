@@ -1,0 +1,50 @@
+"""What a run is, in a few lines: printed at start, and by `--dry-run` for any number of ranks without them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.build import build_mesh_of, build_sharded_model
+from trainer.config import Config
+from trainer.config_check import accumulation_steps, resolve_global_batch_size
+from trainer.launch import build_shape, estimate_launch
+from trainer.models.registry import FAMILIES
+from trainer.parallel.mesh import Mesh
+
+
+def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> list[str]:
+    """Say in a few lines what will run: model, mesh, precision, batch and memory."""
+    shape, family, training = build_shape(config), FAMILIES[config.model.name], config.training
+    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+    local_parameters = sum(p.to_local().numel() for p in parameters)
+    placements = sorted({str(p.placements) for p in parameters})
+    rows = resolve_global_batch_size(config, world_size)
+    return [
+        f"Model {config.model.name} {config.model.flavor}: {family.count_parameters(shape):,} parameters, "
+        f"{family.count_flops_per_token(shape, training.seq_len) / 1e9:,.2f} GFLOP per token",
+        f"Mesh: {mesh} = {world_size} ranks; {local_parameters:,} parameters on this rank, "
+        f"placed {', '.join(placements)} over {mesh.data.mesh_dim_names}",
+        f"Precision: parameters and moments {training.dtype}, compute {training.mixed_precision_param}, "
+        f"gradient sums {training.mixed_precision_reduce}, loss and gradient norm float32",
+        f"Batch: {training.local_batch_size} rows x {mesh.data_ranks} data ranks x "
+        f"{accumulation_steps(config, world_size)} accumulated = {rows} rows of {training.seq_len} tokens = "
+        f"{rows * training.seq_len:,} tokens per step",
+        f"Memory estimate: {estimate_launch(config, world_size)}",
+    ]
+
+
+def describe_dry_run(config: Config, world_size: int) -> list[str]:
+    """Describe rank 0 of `world_size` ranks, its model on the meta device. Needs a fake process group of that size."""
+    mesh = build_mesh_of(config, torch.device("cpu"), world_size)
+    model = build_sharded_model(config, mesh)
+    table = [
+        f"  {name:40} {tuple(p.shape)!s:>18} -> {tuple(p.to_local().shape)!s:>18}"
+        for name, p in model.named_parameters()
+        if isinstance(p, DTensor) and not re.match(r"layers\.[1-9]", name)
+    ]
+    title = "Parameters, whole -> on this rank (blocks after layers.0 repeat it):"
+    return [*describe(config, mesh, model, world_size), title, *table]
