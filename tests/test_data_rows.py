@@ -10,6 +10,7 @@ from trainer.data.rows import IGNORED_LABEL, Rows, permute
 
 # 99.9 % of fair draws stay below it for up to 19 degrees of freedom.
 CHI_SQUARE_LIMIT = 43.8
+CHI_SQUARE_LIMIT_OF_ORDERS = 173.6  # the same for the 119 degrees of freedom of the orders of five
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 63, 64, 65, 1000, 4097])
@@ -28,8 +29,11 @@ def test_permute_puts_each_index_anywhere_equally_often(size: int) -> None:
         assert chi_square < CHI_SQUARE_LIMIT
 
 
-def test_permute_reaches_every_order_of_a_tiny_range() -> None:
-    assert len({tuple(permute(index, 4, key) for index in range(4)) for key in range(1000)}) == 24
+def test_permute_draws_every_order_of_a_tiny_range_equally_often() -> None:
+    draws, orders = 5000, list(itertools.permutations(range(5)))
+    counts = Counter(tuple(permute(index, 5, key) for index in range(5)) for key in range(draws))
+    expected = draws / len(orders)
+    assert sum((counts[order] - expected) ** 2 / expected for order in orders) < CHI_SQUARE_LIMIT_OF_ORDERS
 
 
 def test_permute_leaves_no_neighbours_together() -> None:

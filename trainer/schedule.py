@@ -33,7 +33,7 @@ class Schedule:
         if number <= self.warmup_steps:
             return self.peak * number / self.warmup_steps
         into_decay = number - (self.total_steps - self.decay_steps)
-        if into_decay <= 0:
+        if into_decay <= 0 or self.decay_steps == 0:
             return self.peak
         shape = SHAPES[self.decay_type](min(1.0, into_decay / self.decay_steps))
         return self.peak * (self.min_lr_factor + (1.0 - self.min_lr_factor) * shape)
