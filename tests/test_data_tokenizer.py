@@ -221,6 +221,10 @@ def test_hf_tokenizer_returns_any_text_and_is_not_truncated(hf_folder: Path) -> 
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_hf_tokenizer_does_not_pad(hf_folder: Path) -> None:
+    assert load_tokenizer(str(hf_folder)).encode("") == []
+
+
 def test_hf_special_tokens_in_a_text_stay_text(hf_folder: Path) -> None:
     tokenizer = load_tokenizer(str(hf_folder))
     ids = tokenizer.encode("a<|end_of_text|>b")

@@ -105,7 +105,7 @@ def _set_flag(read: Arguments, name: str, value: str | bool | None) -> None:
         if switch is None:
             read.problems.append(problem + "It takes true or false, or stands alone.")
         setattr(read.flags, name, bool(switch))
-    elif isinstance(value, str) and value.isdecimal() and int(value) > 0:
+    elif isinstance(value, str) and value.isdecimal() and len(value) < 9 and int(value) > 0:
         read.flags.world_size = int(value)
     else:
         read.problems.append(problem + "It takes a whole number of ranks, at least 1. Write --world-size 8.")

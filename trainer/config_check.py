@@ -7,6 +7,7 @@ Pure arithmetic, so that an impossible run stops before any process group exists
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from trainer.config import Config, get, settings
@@ -233,7 +234,8 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    """Return the divisors in order; of absurdly large numbers only the smallest and largest, so as to answer at once."""
+    small = [d for d in range(1, min(math.isqrt(number), 2**16) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 

@@ -96,12 +96,10 @@ def _load_processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
         raise ValueError("it is a tiktoken vocabulary (Llama 3 ships one), not SentencePiece; use its tokenizer.json")
     processor = sentencepiece.SentencePieceProcessor()
     try:
-        # An empty file is a valid, empty protocol buffer.
-        loaded = bool(model) and processor.LoadFromSerializedProto(model)
-    except RuntimeError:
-        loaded = False
-    if not loaded or not processor.vocab_size():
-        raise ValueError(f"it is not a SentencePiece model ({len(model)} bytes; is it damaged, or another format?)")
+        processor.LoadFromSerializedProto(model)
+    except RuntimeError as error:
+        problem = f"it is not a SentencePiece model ({len(model)} bytes; is it damaged, or another format?)"
+        raise ValueError(problem) from error
     return processor
 
 
