@@ -103,6 +103,7 @@ def test_only_superseded_checkpoints_of_ours_are_removed(tmp_path: Path) -> None
     (make(tmp_path, 0) / "state.json").unlink()
     make(tmp_path, 5, "step-5.partial")
     before = names_in(tmp_path)
+    assert [name for name, _ in list_checkpoints(tmp_path).skipped] == ["step-0", "step-5.partial"]
     remove_old(tmp_path, 0)
     assert names_in(tmp_path) == before
     remove_old(tmp_path, 2)

@@ -188,6 +188,7 @@ def draw() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("normals_drawn", [0, 1])
 def test_random_numbers_go_on_where_they_were_saved(tmp_path: Path, normals_drawn: int) -> None:
+    random.seed(0), np.random.seed(0)
     for _ in range(normals_drawn):  # normal numbers are made in pairs: the second one is part of the state
         random.gauss(0, 1), np.random.randn()
     path = save_checkpoint(tmp_path, 1, tensors=random_state(), state={}, attach=None, process_group=None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from ranks import run_ranks
 
 from trainer.models.llama.config import DEBUG
 from trainer.models.llama.model import Llama, initial_std
+from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.parallel.initialize import CHUNK, draw_normal
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.parallelize import initialize, parallelize
+from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.simple_fsdp import Precision
 
 FLOAT32 = Precision(torch.float32, torch.float32)
@@ -19,12 +21,12 @@ FLOAT32 = Precision(torch.float32, torch.float32)
 ODD = dataclasses.replace(DEBUG, dim=24, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=12, ffn_dim=3, vocab_size=257)
 
 
-def hash_weights(rank: int, replicate: int, shard: int, tied: bool) -> dict[str, str]:
-    mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard)
+def hash_weights(rank: int, replicate: int, shard: int, tp: int, tied: bool) -> dict[str, str]:
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard, tp=tp)
     shape = dataclasses.replace(ODD, tie_embeddings=tied)
     with torch.device("meta"):
         model = Llama(shape)
-    parallelize(model, mesh, precision=FLOAT32)
+    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, FLOAT32))
     initialize(model, torch.device("cpu"), initial_std(shape), seed=3)
     whole = {name: p.full_tensor() for name, p in model.state_dict(keep_vars=True).items()}
     return {name: hashlib.sha256(value.detach().numpy().tobytes()).hexdigest() for name, value in whole.items()}
@@ -32,10 +34,11 @@ def hash_weights(rank: int, replicate: int, shard: int, tied: bool) -> dict[str,
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_mesh_starts_from_bit_identical_weights(tied: bool) -> None:
-    (alone,) = run_ranks(hash_weights, 1, 1, 1, tied)
+    (alone,) = run_ranks(hash_weights, 1, 1, 1, 1, tied)
     assert len(set(alone.values())) > 10
-    for replicate, shard in [(1, 2), (2, 2), (4, 1)]:
-        assert run_ranks(hash_weights, replicate * shard, replicate, shard, tied) == [alone] * (replicate * shard)
+    for sizes in [(1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 1, 2), (1, 2, 2)]:
+        ranks = math.prod(sizes)
+        assert run_ranks(hash_weights, ranks, *sizes, tied) == [alone] * ranks
 
 
 def test_a_value_depends_on_seed_name_and_index_alone() -> None:

@@ -10,16 +10,19 @@ from torch.distributed.tensor import DTensor
 
 from trainer.data.batches import Microbatch, TrainingData
 from trainer.data.rows import Rows
-from trainer.loss import count_labels, sum_token_losses
+from trainer.loss import UNCOUNTED, count_labels, sum_token_losses
 from trainer.models.llama.config import DEBUG
 from trainer.models.llama.model import Llama, initial_std
+from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import build_accumulate
 from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.parallelize import initialize, parallelize
+from trainer.parallel.parallelize import Layout, initialize, parallelize
+from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
+from trainer.parallel.tensor import build_loss
 
 # Float32 sums in another order; measured 1e-7 (loss, norm) and 7e-7 (weights) after 20 steps on four ranks.
 RELATIVE = 1e-5
@@ -34,16 +37,22 @@ FLOAT32 = Precision(torch.float32, torch.float32)
 class Case:
     replicate: int = 1
     shard: int = 1
+    tp: int = 1
     local_rows: int = 2
     optimizer: str = "AdamW"
     backend: str = "eager"
     tied: bool = False
     loss_inside: bool = True
+    loss_parallel: bool = True
+    regather: bool = True
+    recompute: str = "none"
+    option: str = ""
+    memory_budget: float = 1.0
     precision: Precision = FLOAT32
 
     @property
     def ranks(self) -> int:
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.tp
 
 
 def tokens() -> Any:
@@ -53,19 +62,20 @@ def tokens() -> Any:
 
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Train a tiny Llama and return losses, gradient norms, final weights and counted labels."""
-    mesh = build_mesh(torch.device("cpu"), dp_replicate=case.replicate, dp_shard=case.shard)
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=case.replicate, dp_shard=case.shard, tp=case.tp)
     shape = dataclasses.replace(SHAPE, tie_embeddings=case.tied)
     with torch.device("meta"):
         model = Llama(shape)
-    parallelize(model, mesh, precision=case.precision)
+    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, case.precision, case.recompute, case.option))
     initialize(model, torch.device("cpu"), initial_std(shape), seed=0)
     optimizer = Optimizer(dict(model.named_parameters()), name=case.optimizer, weight_decay=0.1, no_decay=("*norm*",))
     sum_losses = build_sum_losses(
         model,
-        sum_token_losses,
+        build_loss(sum_token_losses, mesh, vocab_size=257, uncounted=UNCOUNTED, loss_parallel=case.loss_parallel),
         enable=case.backend != "eager",
         backend=case.backend,
         loss_inside=case.loss_inside,
+        partition=Partition(case.regather, case.memory_budget),
     )
     accumulate = build_accumulate(sum_losses)
     data = TrainingData(
@@ -110,14 +120,21 @@ TWO_RANKS = [
     Case(shard=2, optimizer="SGD", local_rows=1),
     Case(shard=2, tied=True, optimizer="SGD"),
     Case(shard=2, backend="aot_eager"),
-    Case(shard=2, backend="aot_eager", loss_inside=False, tied=True),
+    Case(shard=2, backend="aot_eager", loss_inside=False, tied=True, regather=False),
+    Case(tp=2, local_rows=8, optimizer="SGD"),
+    Case(tp=2, local_rows=4, tied=True, loss_parallel=False),
+    Case(tp=2, local_rows=8, backend="aot_eager"),
 ]
 FOUR_RANKS = [
     Case(shard=4),
     Case(replicate=2, shard=2, optimizer="SGD"),
     Case(replicate=4, tied=True),
     Case(replicate=2, shard=2, backend="aot_eager"),
+    Case(shard=2, tp=2, optimizer="SGD"),
+    Case(replicate=2, tp=2, tied=True, optimizer="SGD"),
+    Case(shard=2, tp=2, tied=True, backend="aot_eager"),
 ]
+RECOMPUTE = [("full", ""), ("selective", "2"), ("selective", "op")]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +150,26 @@ def test_a_mesh_changes_no_loss_norm_or_weight(cases: list[Case], alone: dict[An
         for result in results:
             assert_same(result, alone[case.optimizer, case.tied])
         counted = {tuple(result["labels"]) for result in results}
-        assert len(counted) > 1, "the data was meant to give ranks different numbers of labels"
+        assert len(counted) > 1 or case.tp == case.ranks, "the data was meant to give ranks different numbers of labels"
+
+
+def test_recomputing_changes_no_bit_in_eager() -> None:
+    cases = [Case(shard=2), *(Case(shard=2, recompute=mode, option=option) for mode, option in RECOMPUTE)]
+    for plain, *others in run_ranks(train_cases, 2, cases):
+        for other in others:
+            assert other["loss"] == plain["loss"]
+            assert other["norm"] == plain["norm"]
+            assert all(torch.equal(weight, other["weights"][name]) for name, weight in plain["weights"].items())
+
+
+@pytest.mark.slow
+def test_recomputing_in_the_graph_changes_nothing(alone: dict[Any, dict[str, Any]]) -> None:
+    cases = [Case(shard=2, backend="aot_eager", recompute=mode, option=option) for mode, option in RECOMPUTE]
+    cases += [Case(tp=2, local_rows=8, backend="aot_eager", recompute="full")]
+    cases += [Case(shard=2, backend="aot_eager", memory_budget=0.3)]
+    for results in run_ranks(train_cases, 2, cases, timeout_seconds=300):
+        for result in results:
+            assert_same(result, alone["AdamW", False])
 
 
 def test_the_number_of_microbatches_changes_nothing(alone: dict[Any, dict[str, Any]]) -> None:
@@ -155,7 +191,7 @@ def gradients_of(rank: int) -> dict[str, Any]:
     mesh = build_mesh(torch.device("cpu"), dp_replicate=1, dp_shard=2)
     with torch.device("meta"):
         model = Llama(SHAPE)
-    parallelize(model, mesh, precision=Precision(torch.bfloat16, torch.float32))
+    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, Precision(torch.bfloat16, torch.float32)))
     initialize(model, torch.device("cpu"), initial_std(SHAPE), seed=0)
     model.tok_embeddings.requires_grad_(False)
     used = model.layers["0"].attention.wq.weight

@@ -25,15 +25,17 @@ from trainer.data.rows import Rows
 from trainer.distributed import Place, check_agreement, host_group
 from trainer.interrupt import Interrupt
 from trainer.launch import DTYPES, Launch, build_shape
-from trainer.loss import sum_token_losses
+from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.metrics import Metrics, build_metrics
 from trainer.models.registry import FAMILIES
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
 from trainer.parallel.compile import build_sum_losses, choose_backend
 from trainer.parallel.mesh import Mesh, build_mesh
-from trainer.parallel.parallelize import initialize, parallelize
+from trainer.parallel.parallelize import Layout, initialize, parallelize
+from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
+from trainer.parallel.tensor import build_loss
 from trainer.peak_flops import Peak, peak_flops
 from trainer.schedule import Schedule, build_schedule
 
@@ -116,10 +118,17 @@ def build_run(launch: Launch, place: Place) -> Run:
     backend = _choose_backend(config, place)
     sum_losses = build_sum_losses(
         model,
-        sum_token_losses,
+        build_loss(
+            sum_token_losses,
+            mesh,
+            vocab_size=launch.shape.vocab_size,
+            uncounted=UNCOUNTED,
+            loss_parallel=not config.parallelism.disable_loss_parallel,
+        ),
         enable=config.compile.enable,
         backend=backend,
         loss_inside="loss" in config.compile.components,
+        partition=build_partition(config),
     )
     optimizer = _build_optimizer(config, model)
     state = TrainState.start(place.device)
@@ -146,19 +155,38 @@ def build_run(launch: Launch, place: Place) -> Run:
     )
 
 
+def build_partition(config: Config) -> Partition:
+    """Return how the config cuts joint graphs into forward and backward."""
+    settings = config.activation_checkpoint
+    return Partition(
+        regather=config.parallelism.fsdp_reshard_after_forward != "never",
+        memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
+    )
+
+
 def build_mesh_of(config: Config, device: torch.device, world_size: int) -> Mesh:
     """Build the config's mesh over all ranks. Collective over all ranks."""
     replicate, shard = dp_degrees(config, world_size)
-    return build_mesh(device, dp_replicate=replicate, dp_shard=shard)
+    tp = config.parallelism.tensor_parallel_degree
+    return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp)
 
 
 def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
     """Build the config's model on the meta device, parallelized over `mesh`."""
+    family = FAMILIES[config.model.name]
     with torch.device("meta"):
-        model = FAMILIES[config.model.name].build_model(build_shape(config)).to(DTYPES[config.training.dtype])
+        model = family.build_model(build_shape(config)).to(DTYPES[config.training.dtype])
     training = config.training
     precision = Precision(DTYPES[training.mixed_precision_param], DTYPES[training.mixed_precision_reduce])
-    parallelize(model, mesh, precision=precision)
+    settings = config.activation_checkpoint
+    layout = Layout(
+        tensor_plan=family.tensor_plan,
+        blocks=family.blocks,
+        precision=precision,
+        recompute_mode=settings.mode,
+        recompute_option=settings.selective_ac_option,
+    )
+    parallelize(model, mesh, layout)
     return model
 
 

@@ -161,6 +161,32 @@ class Parallelism:
         -1, "Data ranks that divide parameters, gradients and moments. -1: all ranks left.", unit="ranks", minimum=-1
     )
 
+    fsdp_reshard_after_forward: str = machine(
+        "default",
+        "Free a gathered parameter after its use and gather it again in backward. default: always without pipeline.",
+        choices=("always", "never", "default"),
+    )
+    tensor_parallel_degree: int = machine(
+        1, "Ranks that divide heads, features and, between layers, the sequence.", unit="ranks", minimum=1
+    )
+    disable_loss_parallel: bool = machine(
+        False, "Under tensor parallelism, gather the logits instead of summing the softmax over ranks."
+    )
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: str = machine(
+        "none", "What blocks compute again in backward.", choices=("none", "selective", "full", "memory_budget")
+    )
+    selective_ac_option: str = machine(
+        "op",
+        'For mode selective: "op" keeps every second matmul and attention, a number n recomputes every n-th block.',
+    )
+    memory_budget: float = machine(
+        0.5, "For mode memory_budget: part of the activation memory to use, 1 keeping all.", minimum=0, maximum=1
+    )
+
 
 @dataclass(frozen=True)
 class Compile:
@@ -231,6 +257,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -29,6 +29,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_schedule(config),
         *_check_data(config),
         *_check_compile(config),
+        *_check_recompute(config),
         *_check_checkpoint(config),
     ]
 
@@ -37,7 +38,7 @@ def dp_degrees(config: Config, world_size: int) -> tuple[int, int]:
     """Return the replicate and shard degrees, -1 resolved to the ranks left."""
     mesh = config.parallelism
     replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
-    return replicate, world_size // replicate if shard == -1 else shard
+    return replicate, world_size // (replicate * mesh.tensor_parallel_degree) if shard == -1 else shard
 
 
 def resolve_global_batch_size(config: Config, world_size: int) -> int:
@@ -59,27 +60,84 @@ def _rows_at_once(config: Config, world_size: int) -> int:
 def _check_mesh(config: Config, world_size: int) -> Iterator[str]:
     mesh = config.parallelism
     replicate, shard = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
+    tp = mesh.tensor_parallel_degree
     degrees = (
-        f"parallelism.data_parallel_replicate_degree = {replicate}, parallelism.data_parallel_shard_degree = {shard}"
+        f"parallelism.data_parallel_replicate_degree = {replicate}, parallelism.data_parallel_shard_degree = {shard}, "
+        f"parallelism.tensor_parallel_degree = {tp}"
     )
+    ranks = _count(world_size, "rank")
     divisors = _divisors(world_size)
     if shard == 0:
         yield (
             f"{degrees}\nThe shard degree is a number of ranks, or -1 for all that are left. "
-            f"Legal on {_count(world_size, 'rank')}: -1, {_some(divisors)}."
+            f"Legal on {ranks}: -1, {_some(divisors)}."
         )
-    elif shard == -1 and world_size % replicate:
+    elif shard == -1 and world_size % (replicate * tp):
+        legal = [divisor for divisor in divisors if (world_size // divisor) % tp == 0] or divisors
         yield (
-            f"{degrees}\n{_count(world_size, 'rank')} can't be divided over {_count(replicate, 'replica')}: "
-            f"{world_size} / {replicate} is not whole. Legal replicate degrees on {_count(world_size, 'rank')}: "
-            f"{_some(divisors)}."
+            f"{degrees}\n{ranks} can't be divided over replicate x tensor parallel = {replicate} x {tp} = "
+            f"{replicate * tp} ranks: {world_size} / {replicate * tp} is not whole. "
+            f"Legal tensor-parallel degrees on {ranks}: {_some(divisors)}; replicate degrees beside them: {_some(legal)}."
         )
-    elif shard != -1 and replicate * shard != world_size:
-        pairs = [f"{divisor} x {world_size // divisor}" for divisor in divisors]
+    elif shard != -1 and replicate * shard * tp != world_size:
+        products = [
+            f"{divisor} x {world_size // divisor // tp} x {tp}"
+            for divisor in divisors
+            if world_size // divisor % tp == 0
+        ]
+        legal_products = f"Legal (replicate x shard x tensor parallel): {_some(products)}; or s" if products else "S"
         yield (
-            f"{degrees}\nTheir product must be the number of ranks: {replicate} x {shard} = {replicate * shard}, "
-            f"and there {'is' if world_size == 1 else 'are'} {_count(world_size, 'rank')}. "
-            f"Legal (replicate x shard): {_some(pairs)}; or set the shard degree to -1, which takes the ranks left."
+            f"{degrees}\nTheir product must be the number of ranks: {replicate} x {shard} x {tp} = "
+            f"{replicate * shard * tp}, and there {'is' if world_size == 1 else 'are'} {ranks}. "
+            f"{legal_products}et the shard degree to -1, which takes the ranks left."
+        )
+
+
+def _check_tensor_parallel(config: Config, c: LlamaConfig) -> Iterator[str]:
+    """Heads and sequence are divided evenly; feed-forward and vocabulary may be uneven, but leave no rank without."""
+    tp = config.parallelism.tensor_parallel_degree
+    if tp == 1:
+        if config.parallelism.disable_loss_parallel:
+            yield (
+                "parallelism.disable_loss_parallel = true, parallelism.tensor_parallel_degree = 1\n"
+                "Without tensor parallelism there is no loss to take in parts. Remove it."
+            )
+        return
+    given = f"parallelism.tensor_parallel_degree = {tp}"
+    legal = [d for d in _divisors(c.n_kv_heads) if c.n_heads % d == 0 and config.training.seq_len % d == 0]
+    for name, value in (("model.args.n_heads", c.n_heads), ("model.args.n_kv_heads", c.n_kv_heads)):
+        if value % tp:
+            yield (
+                f"{given}, {name} = {value}\nEach rank has the same number of heads, and {value} / {tp} is not whole. "
+                f"Legal tensor-parallel degrees for this model and sequence: {_some(legal)}."
+            )
+    if config.training.seq_len % tp:
+        yield (
+            f"{given}, training.seq_len = {config.training.seq_len}\nBetween layers each rank has the same part of the "
+            f"sequence, and {config.training.seq_len} / {tp} is not whole. Legal tensor-parallel degrees for this model "
+            f"and sequence: {_some(legal)}."
+        )
+    for name, value in (("model.args.ffn_dim", c.ffn_dim), ("model.args.vocab_size", c.vocab_size)):
+        if -(-value // tp) * (tp - 1) >= value:
+            yield (
+                f"{given}, {name} = {value}\nEach rank takes {-(-value // tp)} of {value}, and none is left for the last. "
+                "Use a smaller tensor-parallel degree."
+            )
+
+
+def _check_recompute(config: Config) -> Iterator[str]:
+    settings = config.activation_checkpoint
+    option = settings.selective_ac_option
+    if settings.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
+        yield (
+            f"activation_checkpoint.selective_ac_option = {write_value(option)}\n"
+            'It is "op", or a number n of at least 1 as text, which recomputes every n-th block. Example: "2".'
+        )
+    if settings.mode == "memory_budget" and not config.compile.enable:
+        yield (
+            'activation_checkpoint.mode = "memory_budget", compile.enable = false\n'
+            "The budget is spent by the compiler. Set compile.enable = true, or another mode: "
+            '"none", "selective", "full".'
         )
 
 
@@ -137,6 +195,7 @@ def _check_model(config: Config) -> Iterator[str]:
             f"Legal n_kv_heads: {_some(_divisors(c.n_heads))}."
         )
     yield from _check_rope(c)
+    yield from _check_tensor_parallel(config, c)
 
 
 def _check_rope(c: LlamaConfig) -> Iterator[str]:
@@ -234,7 +293,7 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors in order; of absurdly large numbers only the smallest and largest, so as to answer at once."""
+    """Return the divisors in order; of absurdly large numbers only the smallest and largest, to answer at once."""
     small = [d for d in range(1, min(math.isqrt(number), 2**16) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

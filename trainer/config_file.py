@@ -117,7 +117,7 @@ def _fill(chosen: dict[str, Given], problems: list[str]) -> Config:
             values[name] = check_value(setting, _value(name, given))
         except ValueError as error:
             renamed = f"{given.name} is called {name} now. " if given.name != name else ""
-            hint = VALUE_HINTS.get(name, {}).get(str(given.value), "")
+            hint = VALUE_HINTS.get(name, {}).get(given.value, "") if isinstance(given.value, str) else ""
             problems.append(f"{given}\n{renamed}{error} {hint}".rstrip())
     return replace(Config(), values)
 
@@ -142,7 +142,7 @@ def _meant(layers: list[list[Given]]) -> set[str]:
 
 
 def _names_in(problem: str) -> set[str]:
-    return set(re.findall(r"\w+(?:\.\w+)+", problem)) & SETTINGS.keys()
+    return set(re.findall(r"\b\w+(?:\.\w+)+", problem)) & SETTINGS.keys()
 
 
 def _origins_of(problem: str, origins: dict[str, str]) -> str:

@@ -24,9 +24,9 @@ def find_file(name: str, folder: Path, near: Path | None = None) -> Path:
     """Return the file called `name`: a path (relative to `near` or here), or a name in `folder`."""
     here = [(near or Path()) / name]
     for path in here + [folder / name, folder / f"{name}.toml"]:
-        if path.is_file():
+        if os.path.isfile(path):  # unlike Path.is_file, never an exception
             return path
-    if here[0].is_dir():
+    if os.path.isdir(here[0]):
         raise ValueError("This is a folder. Name a file in it.")
     names = sorted(path.stem for path in folder.glob("*.toml"))
     ranked = nearest(Path(name).stem, names, limit=3)

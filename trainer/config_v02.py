@@ -43,10 +43,8 @@ class Unsupported(NamedTuple):
     same_as: str = ""
 
 
-_NO_TENSOR = "Tensor parallelism is not there yet; use the data parallel degrees"
 _NO_PIPELINE = "Pipeline parallelism is not there yet; use the data parallel degrees"
 _NO_EXPERTS = "There are no models with experts"
-_NO_RECOMPUTE = "Activation checkpointing is not there yet; use a smaller training.local_batch_size"
 _NO_FLOAT8 = "float8 and other converters are not there yet; use training.mixed_precision_param"
 _NO_PROFILER = "The profiler is not there yet"
 _NO_INITIAL_LOAD = "Starting from given weights is not there yet; to resume, use the same job.dump_folder"
@@ -58,7 +56,6 @@ _TRAINING_GRAPH = "Validation runs in the training graph, with the rows of train
 _MODULES = "Modules of other programs are not imported"
 
 UNSUPPORTED = {
-    "activation_checkpoint.mode": Unsupported(("none",), _NO_RECOMPUTE),
     "checkpoint.async_mode": Unsupported(
         ("disabled",), "Checkpoints are saved in step with training", "checkpoint.enable"
     ),
@@ -101,14 +98,13 @@ UNSUPPORTED = {
     "model.converters": Unsupported(([],), _NO_FLOAT8),
     "optimizer.early_step_in_backward": Unsupported((False,), "Gradients are clipped before the step, after backward"),
     "parallelism.context_parallel_degree": Unsupported((1,), "Context parallelism is not there yet"),
+    "parallelism.enable_async_tensor_parallel": Unsupported(
+        (False,), "No supported backend overlaps the collectives of tensor parallelism with its matmuls yet"
+    ),
     "parallelism.enable_compiled_autograd": Unsupported((False,), "The compiled graph holds the backward already"),
     "parallelism.expert_parallel_degree": Unsupported((1,), _NO_EXPERTS),
     "parallelism.expert_tensor_parallel_degree": Unsupported((1,), _NO_EXPERTS),
-    "parallelism.fsdp_reshard_after_forward": Unsupported(
-        ("default", "never"), "Gathering parameters again in backward is not there yet"
-    ),
     "parallelism.pipeline_parallel_degree": Unsupported((1,), _NO_PIPELINE),
-    "parallelism.tensor_parallel_degree": Unsupported((1,), _NO_TENSOR),
     "profiling.enable_memory_snapshot": Unsupported((False,), _NO_PROFILER),
     "profiling.enable_profiling": Unsupported((False,), _NO_PROFILER),
     "training.dataloader.num_workers": Unsupported((0,), _ROWS_ON_DEMAND),
@@ -127,8 +123,7 @@ UNSUPPORTED = {
 }
 
 _INERT_KEYS = {
-    "activation_checkpoint": """debug determinism_check early_stop memory_budget preserve_rng_state selective_ac_option
-        per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto""",
+    "activation_checkpoint": """debug determinism_check early_stop preserve_rng_state per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto""",
     "checkpoint": """enable_ft_dataloader_checkpoints export_dtype initial_load_in_hf_quantized initial_load_model_only
         initial_load_model_weights_only""",
     "comm": "save_traces_file_prefix save_traces_folder",
@@ -142,8 +137,7 @@ _INERT_KEYS = {
     "memory_estimation": "disable_fake_mode",
     "model": "print_after_conversion",
     "mx": "filter_fqns mxfp8_dim1_cast_kernel_choice recipe_name",
-    "parallelism": """context_parallel_load_balancer context_parallel_rotate_method disable_loss_parallel
-        enable_async_tensor_parallel expert_parallel_comm_backend module_fqns_per_model_part
+    "parallelism": """context_parallel_load_balancer context_parallel_rotate_method expert_parallel_comm_backend module_fqns_per_model_part
         pipeline_parallel_expert_parallel_overlap pipeline_parallel_first_stage_less_layers
         pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage pipeline_parallel_microbatch_size
         pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_split_points""",

@@ -177,7 +177,7 @@ def list_words(words: Iterable[str], last: str = "and") -> str:
 def nearest(name: str, names: Iterable[str], limit: int = 1) -> list[str]:
     """Return the names most like `name`, best first."""
     by_lower = {known.lower(): known for known in names}
-    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), list(by_lower), limit)]
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower()[:LONGEST_SHOWN], list(by_lower), limit)]
 
 
 def nearest_hint(name: str, names: Iterable[str]) -> str:
@@ -192,10 +192,10 @@ def _leave_out(setting: Setting) -> str:
 def _correct(setting: Setting, kind: Kind, value: Any) -> str:
     """Name the value that was probably meant."""
     if kind.element is str and not isinstance(value, (list, dict)):
-        return f'Put it in quotes: "{value}".'
+        return f'Put it in quotes: "{write_value(value)}".'
     if kind.element is int and isinstance(value, float) and value.is_integer():
         return f"Write {int(value)}."
-    meant = _read_element(kind.element, str(value))
+    meant = _read_element(kind.element, value if isinstance(value, str) else write_value(value))
     return f"Write {write_value(meant)}." if type(meant) is kind.element else _leave_out(setting)
 
 
@@ -220,6 +220,8 @@ def write_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(write_value(element) for element in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {write_value(element)}" for key, element in value.items()) + "}"
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         return f"{value:#x}"  # Python refuses to write very long numbers in decimal
     return str(value)

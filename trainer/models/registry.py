@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.models.llama import config as llama_config
 from trainer.models.llama import model as llama_model
+from trainer.models.llama import plan as llama_plan
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Family:
     count_parameters: Callable[[Any], int]
     count_flops_per_token: Callable[[Any, int], int]
     count_activation_bytes: Callable[[Any, int, int], int]
+    tensor_plan: Mapping[str, str]
+    blocks: str
 
 
 LLAMA = Family(
@@ -31,6 +34,8 @@ LLAMA = Family(
     count_parameters=llama_config.count_parameters,
     count_flops_per_token=llama_config.count_flops_per_token,
     count_activation_bytes=llama_config.count_activation_bytes,
+    tensor_plan=llama_plan.TENSOR_PARALLEL,
+    blocks=llama_plan.BLOCKS,
 )
 
 FAMILIES: dict[str, Family] = {"llama2": LLAMA, "llama3": LLAMA}

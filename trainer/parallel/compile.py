@@ -9,9 +9,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.fx import GraphModule
+
+from trainer.parallel.partition import Partition
 
 SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,20 +74,37 @@ def report_compilation() -> CompileReport:
     return CompileReport(graphs, sum(counters["graph_break"].values()), max(0, graphs - 1))
 
 
+def build_backend(name: str, partition: Partition) -> Callable[[GraphModule, list[Any]], Any]:
+    """Return the backend for torch.compile that cuts joint graphs with `partition` and runs the parts with `name`."""
+    if name == "aot_eager":
+        return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
+    from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here
+
+    patches = {"custom_partitioner_fn": partition}
+    return lambda graph, inputs: compile_fx(graph, inputs, config_patches=patches)
+
+
 def build_sum_losses(
-    model: nn.Module, sum_token_losses: SumTokenLosses, *, enable: bool, backend: str, loss_inside: bool
+    model: nn.Module,
+    sum_token_losses: SumTokenLosses,
+    *,
+    enable: bool,
+    backend: str,
+    loss_inside: bool,
+    partition: Partition,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled as one graph where `enable`.
 
     The loss is part of the graph where `loss_inside`, so that the compiler may fuse it. A graph break is an error.
     """
-    if not enable:
-        return lambda tokens_BT, labels_BT: sum_token_losses(model(tokens_BT), labels_BT)
-    if not loss_inside:
-        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-        return lambda tokens_BT, labels_BT: sum_token_losses(compiled(tokens_BT), labels_BT)
 
     def sum_losses(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         return sum_token_losses(model(tokens_BT), labels_BT)
 
-    return torch.compile(sum_losses, backend=backend, fullgraph=True, dynamic=False)
+    if not enable:
+        return sum_losses
+    compiler = build_backend(backend, partition)
+    if loss_inside:
+        return torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)
+    compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)
+    return lambda tokens_BT, labels_BT: sum_token_losses(compiled(tokens_BT), labels_BT)

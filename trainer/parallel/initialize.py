@@ -70,19 +70,18 @@ def draw_normal(index: Tensor, seed: int, name: str) -> Tensor:
 
 
 def _fill(shard: Tensor, parameter: DTensor, std: float, seed: int, name: str) -> None:
-    """Write this rank's part of the initial values of `parameter` into `shard`."""
+    """Write this rank's part of the initial values of `parameter` into `shard`, some rows at a time."""
     if std == 0.0:
         shard.fill_(1.0)
         return
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    rest = shard[0].numel() if shard.shape[0] else 0
-    assert all(offset == 0 for offset in offsets[1:]), "initial values are drawn for shards of rows"
-    first = offsets[0] * rest
-    flat = shard.view(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        end = min(start + CHUNK, flat.numel())
-        index = torch.arange(first + start, first + end, dtype=torch.int64, device=shard.device)
-        flat[start:end] = draw_normal(index, seed, name) * std
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    rows, columns = shard.shape
+    across = offset[1] + torch.arange(columns, device=shard.device)
+    step = max(1, CHUNK // max(1, columns))
+    for start in range(0, rows, step):
+        down = offset[0] + torch.arange(start, min(start + step, rows), device=shard.device)
+        index = down.unsqueeze(1) * parameter.shape[1] + across
+        shard[start : start + step] = draw_normal(index, seed, name) * std
 
 
 def materialize(model: nn.Module, device: torch.device, std: Mapping[str, float], seed: int) -> None:

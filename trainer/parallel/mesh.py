@@ -14,17 +14,27 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
+STORAGE_AXES = (*DATA_AXES, "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks of the run by axis. `axes` is the whole; `data` the part over which parameters are kept and summed."""
+    """All ranks of the run by axis."""
 
     axes: DeviceMesh
 
     @property
+    def storage(self) -> DeviceMesh:
+        """The axes that parameters are stored over: data axes and tp."""
+        return self.axes[STORAGE_AXES]
+
+    @property
     def data(self) -> DeviceMesh:
         return self.axes[DATA_AXES]
+
+    @property
+    def tp_ranks(self) -> int:
+        return self.axes["tp"].size()
 
     @property
     def data_ranks(self) -> int:
@@ -60,7 +70,7 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.axes.shape, strict=True))
 
 
-def build_mesh(device: torch.device, *, dp_replicate: int, dp_shard: int) -> Mesh:
+def build_mesh(device: torch.device, *, dp_replicate: int, dp_shard: int, tp: int = 1) -> Mesh:
     """Build the mesh over all ranks of the default process group. Collective over all ranks."""
-    sizes = (1, dp_replicate, dp_shard, 1, 1)
+    sizes = (1, dp_replicate, dp_shard, 1, tp)
     return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))

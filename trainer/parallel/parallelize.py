@@ -1,31 +1,44 @@
 """The order in which parallelism is applied to a plain model, in one place.
 
-The order matters: what is applied first lies innermost. Each `apply_*` returns at once where its axis is 1.
+Each `apply_*` returns at once where it has nothing to do, so no one asks here which axes there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from trainer.parallel.initialize import materialize
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.recompute import apply_recompute
 from trainer.parallel.simple_fsdp import Precision, apply_simple_fsdp
+from trainer.parallel.tensor import apply_tensor_parallel
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    precision: Precision,
-) -> None:
+@dataclass(frozen=True)
+class Layout:
+    """What is to be applied to a model: its own tables, and the settings that say how."""
+
+    tensor_plan: Mapping[str, str]
+    blocks: str
+    precision: Precision
+    recompute_mode: str = "none"
+    recompute_option: str = ""
+
+
+def parallelize(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
     """Shard `model`, built on the meta device, over `mesh`. Changes `model`; allocates nothing.
 
-    The data axes come last, so that a gather is the outermost thing a parameter's reader sees.
+    Tensor parallelism comes first, since it decides what the rest of the model computes with. Recomputation wraps whole
+    blocks, the collectives at their borders included. The data axes come last: a gather is what reading a parameter
+    means, so it happens inside everything else.
     """
-    apply_simple_fsdp(model, mesh.data, precision)
+    apply_tensor_parallel(model, mesh, layout.tensor_plan)
+    apply_recompute(model, layout.blocks, mode=layout.recompute_mode, option=layout.recompute_option)
+    apply_simple_fsdp(model, mesh, layout.precision)
 
 
 def initialize(model: nn.Module, device: torch.device, initial_std: Mapping[str, float], seed: int) -> None:

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.parameters import replace_parameters
-
-PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0))  # over (dp_replicate, dp_shard)
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,19 @@ class Precision:
 
 
 def gather(parameter: DTensor, precision: Precision) -> Tensor:
-    """Return the whole parameter as a plain tensor in `param_dtype`. Collective over the data axes.
+    """Return the parameter, whole but for its split over `tp`, as a plain tensor in `param_dtype`.
 
-    The shard is cast before it travels. In backward each rank's gradient is one addend of a sum over data ranks, taken
-    in `reduce_dtype`; the result has the parameter's placement and dtype.
+    Collective over the data axes. The shard is cast before it travels. In backward each rank's gradient is one addend
+    of a sum over data ranks, taken in `reduce_dtype`; the result has the parameter's placement and dtype. Ranks of `tp`
+    that hold the same parameter use it for different parts of the sequence, so their gradients are addends as well.
     """
-    axes = parameter.device_mesh.ndim
+    *_, tp = parameter.placements
     whole = parameter.redistribute(
-        placements=[Replicate()] * axes,
+        placements=[Replicate(), Replicate(), tp],
         forward_dtype=precision.param_dtype,
         backward_dtype=precision.reduce_dtype,
     )
-    return whole.to_local(grad_placements=[Partial("sum")] * axes)
+    return whole.to_local(grad_placements=[Partial(), Partial(), tp if tp.is_shard() else Partial()])
 
 
 @functools.cache
@@ -59,21 +58,32 @@ def _gathering_class(cls: type[nn.Module], names: tuple[str, ...], precision: Pr
     return type(f"Gathering{cls.__name__}", (cls,), body)
 
 
-def shard_on_meta(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a meta parameter as a meta DTensor with this rank's share of rows, which may be none."""
-    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, PLACEMENTS)
+def choose_placements(parameter: nn.Parameter) -> tuple[Placement, Placement, Placement]:
+    """Return where a parameter is stored over (dp_replicate, dp_shard, tp).
+
+    The data axis divides rows, or columns where `tp` divides rows already. Two axes never divide one dim, so plain
+    `Shard` placements describe every layout and any checkpoint can be resharded.
+    """
+    tp = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
+    return Replicate(), Shard(1 if tp.is_shard(0) else 0), tp
+
+
+def shard_on_meta(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
+    """Return a meta parameter as a meta DTensor with this rank's share, which may be nothing."""
+    placements = choose_placements(parameter)
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh.storage, placements)
     shard = torch.empty(shape, dtype=parameter.dtype, device="meta")
     whole = DTensor.from_local(
-        shard, mesh, PLACEMENTS, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        shard, mesh.storage, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
+def apply_simple_fsdp(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
     """Shard every parameter of `model`, on the meta device, and let its modules gather on use. Changes `model`.
 
-    `mesh` has the axes (dp_replicate, dp_shard): rows are divided over dp_shard and repeated over dp_replicate, so one
-    of the two being 1 gives replicated (DDP) or fully sharded data parallelism. A shared parameter stays shared.
+    Parameters are divided over dp_shard and repeated over dp_replicate, so one of the two being 1 gives replicated
+    (DDP) or fully sharded data parallelism; what `tp` has split stays split. A shared parameter stays shared.
     """
     replace_parameters(model, lambda _, parameter: shard_on_meta(parameter, mesh))
     for module in model.modules():

@@ -1,0 +1,136 @@
+"""Cutting the joint graph into forward and backward: what is kept between them, and what is computed again.
+
+One function serves every compiler backend. Which values of a block are recomputed is already marked in the graph by
+`torch.utils.checkpoint`; here gathered parameters are marked, and the cut itself is PyTorch's min-cut partitioner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+# PyTorch keeps a value that crosses from one recompute region to a later one. Gathers are one region that comes after
+# every block's, so that a block which recomputes doesn't make the partitioner keep the gathered weight it reads.
+GATHER_REGION = 1 << 30
+
+
+@dataclass(frozen=True)
+class Partition(CustomPartitionerFn):
+    """Cuts joint graphs. With `regather`, gathered parameters are gathered again in backward instead of kept.
+
+    `memory_budget` is the part of activation memory, from 0 to 1, that the cut may use; below 1 the partitioner chooses
+    what else to compute again, by a knapsack of run time against bytes.
+    """
+
+    regather: bool
+    memory_budget: float = 1.0
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
+        merge_repeated(gm)
+        mark_gathered(gm, self.regather)
+        # The mesh is an input of the graph and has no size that the knapsack could count.
+        budget = functorch_config.patch(
+            activation_memory_budget=self.memory_budget, unsafe_treat_script_objects_as_zero_size=True
+        )
+        with budget, attention_without_random_numbers(gm) as restore:
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+            restore(forward)
+            restore(backward)
+        return forward, backward
+
+    def uuid(self) -> str:
+        """Identify the outcome for compile caches: our own source and settings."""
+        return hashlib.sha256(Path(__file__).read_bytes() + repr(self).encode()).hexdigest()
+
+
+def find_parameter_values(gm: GraphModule) -> list[Node]:
+    """Return the computed values that are functions of one parameter alone, in order.
+
+    These are casts, gathers, their waits, and whatever cuts, joins or turns the result; nothing of an activation.
+    """
+    source: dict[Node, Node] = {}
+    values = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and _is_parameter(node):
+            source[node] = node
+        elif node.op == "call_function":
+            sources = {source.get(parent) for parent in node.all_input_nodes}
+            only = next(iter(sources), None)
+            if len(sources) == 1 and only is not None:
+                source[node] = only
+                values.append(node)
+    return values
+
+
+def _is_parameter(placeholder: Node) -> bool:
+    """Tell parameters from token ids and tangents: AOTAutograd calls a graph's inputs primals."""
+    value = placeholder.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and str(placeholder.target).startswith("primals")
+    )
+
+
+def merge_repeated(gm: GraphModule) -> None:
+    """Let equal functions of one parameter be computed once: a tied embedding is gathered for both its uses."""
+    first: dict[str, Node] = {}
+    for node in find_parameter_values(gm):
+        key = repr((node.target, node.args, node.kwargs))
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            gm.graph.erase_node(node)
+        else:
+            first[key] = node
+    gm.recompile()
+
+
+def mark_gathered(gm: GraphModule, regather: bool) -> None:
+    """Mark gathered parameters to be computed again in backward, or to be kept, whatever their block does."""
+    for node in find_parameter_values(gm):
+        if regather:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = GATHER_REGION
+        elif node.target is WAIT:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@contextlib.contextmanager
+def attention_without_random_numbers(gm: GraphModule) -> Iterator[Callable[[GraphModule], None]]:
+    """Hide from the partitioner that attention may draw random numbers, which it doesn't: there is no dropout.
+
+    Otherwise it saves and restores random states around a recomputed attention, and torch 2.12 and 2.13 fail to do that
+    in a graph whose inputs are DTensors. The yielded function puts the operators back in a graph made from `gm`.
+    """
+    hidden: dict[Callable[..., Any], Any] = {}
+    for node in gm.graph.nodes:
+        if must_recompute(node) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            assert "scaled_dot_product" in str(node.target), f"recomputing {node.target} needs its random state"
+            node.target = _hide(node.target, hidden)
+    yield lambda made: _unhide(made, hidden)
+
+
+def _hide(operator: Any, hidden: dict[Callable[..., Any], Any]) -> Callable[..., Any]:
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
+
+    hidden[attention] = operator
+    return attention
+
+
+def _unhide(gm: GraphModule, hidden: dict[Callable[..., Any], Any]) -> None:
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.target = hidden.get(node.target, node.target)
+    gm.recompile()
