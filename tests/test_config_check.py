@@ -12,12 +12,11 @@ from trainer.config_check import accumulation_steps, check_config, dp_degrees, r
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
+TENSOR = "parallelism.tensor_parallel_degree"
 GLOBAL = "training.global_batch_size"
 LOCAL = "training.local_batch_size"
-
-
-def config_with(**changes: Any) -> Config:
-    return replace(Config(), {name.replace("__", "."): value for name, value in changes.items()})
+DIVISIBLE_BY_12 = {"model.args.dim": 288, "model.args.n_heads": 12, "model.args.n_kv_heads": 12, "training.seq_len": 12}
+DIVISIBLE_BY_8 = {"model.args.n_kv_heads": 8}
 
 
 def problems_of(values: dict[str, Any], world_size: int = 1) -> list[str]:
@@ -33,27 +32,111 @@ def test_the_defaults_run_on_any_number_of_ranks() -> None:
 
 
 def test_a_mesh_passes_exactly_when_its_product_is_the_number_of_ranks() -> None:
-    for world_size in range(1, 13):
-        for replicate in range(1, 14):
-            for shard in [-1, *range(1, 14)]:
-                config = replace(Config(), {REPLICATE: replicate, SHARD: shard})
-                possible = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
-                assert (check_config(config, world_size) == []) is possible, (world_size, replicate, shard)
-                if possible:
-                    degrees = dp_degrees(config, world_size)
-                    assert degrees[0] == replicate
-                    assert degrees[0] * degrees[1] == world_size
+    for world_size in (1, 2, 3, 4, 6, 8, 12):
+        for replicate in (1, 2, 3, 4, 5, 12):
+            for shard in (-1, 0, 1, 2, 3, 4, 6, 12, 13):
+                for tp in (1, 2, 3, 4, 6, 12):
+                    mesh = {REPLICATE: replicate, SHARD: shard, TENSOR: tp}
+                    config = replace(Config(), {**DIVISIBLE_BY_12, **mesh})
+                    whole = world_size % (replicate * tp) == 0
+                    possible = whole if shard == -1 else replicate * shard * tp == world_size
+                    assert (check_config(config, world_size) == []) is possible, (world_size, mesh)
+                    if possible:
+                        degrees = dp_degrees(config, world_size)
+                        assert degrees[0] == replicate
+                        assert degrees[0] * degrees[1] * tp == world_size
 
 
 def test_mesh_problems_print_the_product_and_the_legal_values() -> None:
     (problem,) = problems_of({REPLICATE: 2, SHARD: 3}, 8)
-    assert "2 x 3 = 6" in problem
-    assert "1 x 8, 2 x 4, 4 x 2, 8 x 1" in problem
+    assert "2 x 3 x 1 = 6" in problem
+    assert "1 x 8 x 1, 2 x 4 x 1, 4 x 2 x 1, 8 x 1 x 1" in problem
+    (problem,) = problems_of({REPLICATE: 2, SHARD: 2, TENSOR: 4}, 8)
+    assert "2 x 2 x 4 = 16, and there are 8 ranks" in problem
+    assert "1 x 2 x 4, 2 x 1 x 4" in problem
     (problem,) = problems_of({REPLICATE: 3}, 8)
     assert "8 / 3" in problem
-    assert "1, 2, 4, 8" in problem
+    assert "beside tensor parallel 1: 1, 2, 4, 8" in problem
+    (problem,) = problems_of({REPLICATE: 4, TENSOR: 4}, 8)
+    assert "4 x 4 = 16, and 8 / 16 is not whole" in problem
+    assert "replicate degrees beside tensor parallel 4: 1, 2;" in problem
+    assert "tensor-parallel degrees beside replicate 4: 1, 2." in problem
     (problem,) = problems_of({SHARD: 0}, 4)
-    assert "-1, 1, 2, 4" in problem
+    assert "1 x 4 x 1, 2 x 2 x 1, 4 x 1 x 1" in problem
+    assert "to -1" in problem
+
+
+@pytest.mark.parametrize("mesh", [(2, 3, 1), (2, 4, 4), (1, 0, 2), (3, 1, 4), (1, 1, 3), (16, 1, 12)])
+def test_the_meshes_that_a_problem_proposes_are_legal(mesh: tuple[int, int, int]) -> None:
+    values = dict(zip((REPLICATE, SHARD, TENSOR), mesh, strict=True))
+    (problem,) = problems_of({**DIVISIBLE_BY_12, **values}, 16)
+    products = re.findall(r"(\d+) x (\d+) x (\d+)[,.]", problem)
+    for product in products:
+        assert problems_of(dict(zip(values, map(int, product), strict=True)), 16) == []
+    degrees = re.findall(r"Legal tensor-parallel degrees: ([\d, ]*)\.", problem)
+    assert bool(products) is (16 % mesh[2] == 0)
+    assert bool(degrees) is (16 % mesh[2] != 0)
+    for degree in degrees[0].split(", ") if degrees else []:
+        assert 16 % int(degree) == 0
+    if "to -1" in problem:
+        assert problems_of({**DIVISIBLE_BY_12, **values, SHARD: -1}, 16) == []
+
+
+@pytest.mark.parametrize(("replicate", "tp"), [(3, 1), (1, 3), (4, 4), (2, 3), (3, 12)])
+def test_the_degrees_that_a_problem_proposes_beside_the_other_are_legal(replicate: int, tp: int) -> None:
+    (problem,) = problems_of({**DIVISIBLE_BY_12, REPLICATE: replicate, TENSOR: tp}, 8)
+    found = 0
+    for pattern, other in (
+        (rf"replicate degrees beside tensor parallel {tp}: ([\d, ]+)", {TENSOR: tp}),
+        (rf"tensor-parallel degrees beside replicate {replicate}: ([\d, ]+)", {REPLICATE: replicate}),
+    ):
+        name = REPLICATE if TENSOR in other else TENSOR
+        for degrees in re.findall(pattern, problem):
+            for degree in degrees.split(", "):
+                found += 1
+                assert problems_of({**DIVISIBLE_BY_8, name: int(degree), **other}, 8) == []
+    assert bool(found) is (8 % replicate == 0 or 8 % tp == 0)
+    assert ("Legal products: 1, 2, 4, 8." in problem) is not bool(found)
+
+
+def test_the_data_ranks_of_a_batch_leave_out_tensor_parallel_ranks() -> None:
+    config = replace(Config(), {TENSOR: 4, GLOBAL: 64, LOCAL: 8})
+    assert check_config(config, 16) == []
+    assert dp_degrees(config, 16) == (1, 4)
+    assert accumulation_steps(config, 16) == 2
+    assert resolve_global_batch_size(replace(config, {GLOBAL: -1}), 16) == 32
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({TENSOR: 8}, ["n_heads = 8, model.args.n_kv_heads = 4", "4 / 8 is not whole", "sequence: 1, 2, 4."]),
+        ({TENSOR: 16}, ["8 / 16 and 4 / 16 are not whole", "sequence: 1, 2, 4."]),
+        ({TENSOR: 2, "training.seq_len": 1023}, ["training.seq_len = 1023", "1023 / 2 is not whole", "sequence: 1."]),
+        ({TENSOR: 4, "training.seq_len": 6}, ["6 / 4 is not whole", "sequence: 1, 2."]),
+        ({TENSOR: 4, "model.args.ffn_dim": 5}, ["ffn_dim = 5", "next 2 of 5", "sequence: 1, 2."]),
+        ({TENSOR: 4, "model.args.vocab_size": 3}, ["vocab_size = 3", "next 1 of 3", "sequence: 1, 2."]),
+    ],
+)
+def test_tensor_parallel_divides_heads_and_sequence_and_leaves_no_rank_empty(
+    values: dict[str, Any], parts: list[str]
+) -> None:
+    (problem,) = problems_of(values, world_size=values[TENSOR])
+    assert problem.startswith(f"{TENSOR} = {values[TENSOR]}, ")
+    for part in parts:
+        assert part in problem
+    (legal,) = re.findall(r"for this model and sequence: ([\d, ]+)\.", problem)
+    for degree in range(1, 2 * values[TENSOR]):
+        possible = str(degree) in legal.split(", ")
+        assert (problems_of({**values, TENSOR: degree}, world_size=degree) == []) is possible, degree
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [{"model.args.ffn_dim": 7}, {"model.args.vocab_size": 4095}, {"model.args.ffn_dim": 4}, {"model.args.ffn_dim": 10}],
+)
+def test_tensor_parallel_takes_uneven_widths_that_leave_every_rank_some(widths: dict[str, int]) -> None:
+    assert problems_of({TENSOR: 4, **widths}, 4) == []
 
 
 def test_a_batch_passes_exactly_when_microbatches_and_ranks_divide_it() -> None:
@@ -113,6 +196,16 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"training.dataset": "jsonl"}, ["dataset_path"]),
     ({"compile.components": ("loss",)}, ['["model"]', "compile.enable = false"]),
     ({"compile.components": ()}, ["[]"]),
+    (
+        {"activation_checkpoint.mode": "memory_budget", "compile.enable": False},
+        ["compile.enable = false", "compile.enable = true", '"none", "selective" or "full"'],
+    ),
+    ({"activation_checkpoint.memory_budget": 0.3}, ["memory_budget = 0.3", "no effect", '"none"', "set it to 0.5"]),
+    (
+        {"activation_checkpoint.memory_budget": 0.3, "activation_checkpoint.mode": "full"},
+        ["no effect", '"full"', '"memory_budget" uses it'],
+    ),
+    ({TENSOR: 1, "parallelism.disable_loss_parallel": True}, ["no effect", f"{TENSOR} = 1", "Leave it out"]),
     ({"checkpoint.load_step": 3}, ["no effect", "checkpoint.enable = true"]),
     ({"checkpoint.accept_changes": ("optimizer.lr",)}, ["no effect"]),
     ({"checkpoint.enable": True, "checkpoint.accept_changes": ("optimizer.lrr",)}, ['Did you mean "optimizer.lr"?']),
@@ -140,6 +233,11 @@ def test_an_impossible_combination_is_one_problem_with_a_way_out(values: dict[st
         {"training.steps": 10, "lr_scheduler.total_steps": 1000},
         {"training.dataset": "text", "training.dataset_path": "x"},
         {"compile.enable": False, "compile.components": (), "compile.backend": "aot_eager"},
+        {"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": 0.0},
+        {"checkpoint.enable": True, "checkpoint.accept_changes": ("training.dataset",)},
+        {"activation_checkpoint.mode": "full", "compile.enable": False},
+        {"activation_checkpoint.mode": "full", "activation_checkpoint.selective_ac_option": "99"},
+        {"activation_checkpoint.mode": "selective", "compile.enable": False},
         {"checkpoint.enable": True, "checkpoint.load_step": 3, "checkpoint.accept_changes": ("optimizer.lr",)},
     ],
 )
@@ -149,3 +247,23 @@ def test_possible_combinations_pass(values: dict[str, Any]) -> None:
 
 def test_all_impossible_combinations_are_listed_at_once() -> None:
     assert len(problems_of({"model.flavor": "x", "optimizer.momentum": 0.5, "training.steps": 1, SHARD: 5})) == 4
+
+
+@pytest.mark.parametrize("option", ["0", "7", "-1", "1.5", "ops", "", "\u0662", "9" * 5000])
+def test_a_selective_option_is_op_or_a_number_of_blocks_that_there_are(option: str) -> None:
+    values = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": option}
+    (problem,) = problems_of(values)
+    assert "selective_ac_option = " in problem
+    assert "n_layers = 6" in problem
+    assert 'Legal: "op", and "1" to "6".' in problem
+
+
+def test_every_legal_selective_option_passes() -> None:
+    for option in ("op", "1", "2", "3", "4", "5", "6"):
+        values = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": option}
+        assert problems_of(values) == []
+
+
+def test_loss_parallel_can_be_off_compiled_or_not() -> None:
+    for enable in (True, False):
+        assert problems_of({TENSOR: 2, "parallelism.disable_loss_parallel": True, "compile.enable": enable}, 2) == []

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config, get, settings
+from trainer.config_check import check_config
 from trainer.config_file import ConfigError, load_config
+from trainer.config_names import NAMES
 from trainer.config_v02 import INERT, RENAMED, UNSUPPORTED
 
 # The shape of v0.2.0's 8B file: what it sets, section by section.
@@ -83,9 +85,11 @@ freq = 500
 steps = 1200
 """
 
-# Keys of v0.1 and v0.2 that are neither ours nor in the file above.
+# Keys of v0.1 and v0.2 that are not in the file above.
 OTHER_KEYS = """
-activation_checkpoint.early_stop activation_checkpoint.memory_budget activation_checkpoint.preserve_rng_state
+activation_checkpoint.debug activation_checkpoint.determinism_check activation_checkpoint.early_stop
+activation_checkpoint.memory_budget activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
+activation_checkpoint.preserve_rng_state activation_checkpoint.visualize_memory_budget_pareto
 checkpoint.create_seed_checkpoint checkpoint.enable_checkpoint checkpoint.enable_first_step_checkpoint
 checkpoint.exclude_from_loading checkpoint.initial_load_in_hf checkpoint.initial_load_in_hf_quantized
 checkpoint.initial_load_model_only checkpoint.initial_load_path checkpoint.last_save_in_hf
@@ -126,19 +130,31 @@ def file(tmp_path: Path) -> str:
 
 def test_a_v02_file_is_refused_key_by_key(file: str) -> None:
     refused = {problem.split(" = ")[0]: problem for problem in problems_of("--config", file)}
-    assert set(refused) == {"profiling.enable_profiling", "training.dataset", "activation_checkpoint.mode"}
+    assert set(refused) == {"profiling.enable_profiling", "training.dataset"}
     for problem in refused.values():
         assert "llama3_8b.toml:" in problem
     assert "jsonl" in refused["training.dataset"]
 
 
 def test_a_v02_file_runs_once_the_command_line_turns_off_what_we_lack(file: str) -> None:
-    argv = ["--profiling.no_enable_profiling", "--activation_checkpoint.mode=none", "--training.dataset=stdlib"]
+    argv = ["--profiling.no_enable_profiling", "--training.dataset=stdlib"]
     config = load("--config", file, *argv)
     assert config.model.flavor == "8B"
     assert config.model.tokenizer_path == "./assets/hf/Llama-3.1-8B"
     assert (config.training.seq_len, config.training.local_batch_size, config.optimizer.lr) == (8192, 1, 3e-4)
     assert not config.compile.enable
+    assert (config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option) == ("selective", "op")
+    assert check_config(config, 64) == []
+
+
+@pytest.mark.parametrize("option", ["op", "2"])
+@pytest.mark.parametrize("mode", ["selective", "none", "full"])
+def test_v02_files_may_keep_the_selective_option_whatever_the_mode(mode: str, option: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[activation_checkpoint]\nmode = "{mode}"\nselective_ac_option = "{option}"\n', encoding="utf-8")
+    config = load("--config", str(file))
+    assert (config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option) == (mode, option)
+    assert check_config(config, 1) == []
 
 
 def test_what_has_no_effect_while_its_switch_is_off_is_refused_when_it_is_on(file: str) -> None:
@@ -149,7 +165,7 @@ def test_what_has_no_effect_while_its_switch_is_off_is_refused_when_it_is_on(fil
 
 @pytest.mark.parametrize("name", OTHER_KEYS.split())
 def test_every_other_key_is_known(name: str) -> None:
-    assert name in RENAMED or name in UNSUPPORTED or name in INERT
+    assert name in NAMES
 
 
 def test_the_tables_hold_no_setting_of_ours_and_lead_to_settings_of_ours() -> None:

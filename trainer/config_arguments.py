@@ -19,7 +19,7 @@ FLAGS = {
     "config": "File that holds the settings: a path, or a name in configs/ (with or without .toml).",
     "print_config": "Print every setting with its value and where the value comes from.",
     "dry_run": "Build everything at any world size without processes or memory, and print what it would take.",
-    "world_size": "Number of ranks that a dry run pretends to have.",
+    "world_size": "Number of ranks that --dry-run and --print-config take for given.",
     "help": "Print this text.",
 }
 ALIASES = {

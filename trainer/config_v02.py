@@ -2,7 +2,7 @@
 
 A file written for v0.2 runs here, or is refused key by key. `RENAMED` keys mean one of our settings. `UNSUPPORTED`
 keys are refused unless they hold a neutral value, one that asks for nothing we lack. `INERT` keys only tune features
-whose own switch is off or refused, so any value is accepted.
+whose own switch is off or refused, or choose between ways that are one here, so any value is accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ RENAMED = {
 VALUE_ALIASES = {"model.name": {"llama3_simple_fsdp": "llama3", "simple_fsdp.llama3": "llama3"}}
 
 _HUB = 'Datasets of the hub are not read. Save it as JSON lines, then set it to "jsonl" and training.dataset_path.'
-VALUE_HINTS = {"training.dataset": dict.fromkeys(("c4", "c4_test", "c4_validation"), _HUB)}
+_ONLY_FUSED = "Only the fused kernels can leave weights and moments as they are when a step turns out not to be finite."
+VALUE_HINTS = {
+    "optimizer.implementation": dict.fromkeys(("foreach", "for-loop"), _ONLY_FUSED),
+    "training.dataset": dict.fromkeys(("c4", "c4_test", "c4_validation"), _HUB),
+}
 
 
 class Unsupported(NamedTuple):
@@ -56,6 +60,13 @@ _TRAINING_GRAPH = "Validation runs in the training graph, with the rows of train
 _MODULES = "Modules of other programs are not imported"
 
 UNSUPPORTED = {
+    "activation_checkpoint.debug": Unsupported((False,), "Recomputed values are not compared with the first ones"),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unsupported(
+        ([], ["moe.router.gate"]), "Which matmuls are recomputed can't be said by module"
+    ),
+    "activation_checkpoint.visualize_memory_budget_pareto": Unsupported(
+        (False,), "Memory against time is not drawn; try values of activation_checkpoint.memory_budget"
+    ),
     "checkpoint.async_mode": Unsupported(
         ("disabled",), "Checkpoints are saved in step with training", "checkpoint.enable"
     ),
@@ -123,7 +134,7 @@ UNSUPPORTED = {
 }
 
 _INERT_KEYS = {
-    "activation_checkpoint": """debug determinism_check early_stop preserve_rng_state per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto""",
+    "activation_checkpoint": "determinism_check early_stop preserve_rng_state",
     "checkpoint": """enable_ft_dataloader_checkpoints export_dtype initial_load_in_hf_quantized initial_load_model_only
         initial_load_model_weights_only""",
     "comm": "save_traces_file_prefix save_traces_folder",
@@ -137,7 +148,8 @@ _INERT_KEYS = {
     "memory_estimation": "disable_fake_mode",
     "model": "print_after_conversion",
     "mx": "filter_fqns mxfp8_dim1_cast_kernel_choice recipe_name",
-    "parallelism": """context_parallel_load_balancer context_parallel_rotate_method expert_parallel_comm_backend module_fqns_per_model_part
+    "parallelism": """context_parallel_load_balancer context_parallel_rotate_method expert_parallel_comm_backend
+        module_fqns_per_model_part
         pipeline_parallel_expert_parallel_overlap pipeline_parallel_first_stage_less_layers
         pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage pipeline_parallel_microbatch_size
         pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_split_points""",
@@ -172,6 +184,8 @@ def find_refusal(given: Given, config: Config) -> str:
 def _is_same(value: Any, neutral: Any) -> bool:
     if isinstance(value, str) and isinstance(neutral, str):
         return fnmatchcase(value, neutral)
+    if isinstance(value, str) and isinstance(neutral, list):  # as a command line writes it
+        return value == ",".join(neutral)
     return bool(value == neutral)
 
 
