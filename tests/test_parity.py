@@ -18,6 +18,7 @@ from trainer.optim import Optimizer
 from trainer.parallel.accumulate import build_accumulate
 from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.gradients import clip_gradients
+from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
@@ -76,6 +77,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         backend=case.backend,
         loss_inside=case.loss_inside,
         partition=Partition(case.regather, case.memory_budget),
+        report=GraphReport(mesh.axis_of_group()),
     )
     accumulate = build_accumulate(sum_losses)
     data = TrainingData(

@@ -31,6 +31,7 @@ from trainer.models.registry import FAMILIES
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
 from trainer.parallel.compile import build_sum_losses, choose_backend
+from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
@@ -75,6 +76,7 @@ class Run:
     mesh: Mesh
     model: nn.Module
     backend: str
+    graph_report: GraphReport
     sum_losses: Callable[[Tensor, Tensor], Tensor]
     accumulate: Accumulate
     optimizer: Optimizer
@@ -116,6 +118,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
     backend = _choose_backend(config, place)
+    graph_report = GraphReport(mesh.axis_of_group())
     sum_losses = build_sum_losses(
         model,
         build_loss(
@@ -129,6 +132,7 @@ def build_run(launch: Launch, place: Place) -> Run:
         backend=backend,
         loss_inside="loss" in config.compile.components,
         partition=build_partition(config),
+        report=graph_report,
     )
     optimizer = _build_optimizer(config, model)
     state = TrainState.start(place.device)
@@ -141,6 +145,7 @@ def build_run(launch: Launch, place: Place) -> Run:
         mesh=mesh,
         model=model,
         backend=backend,
+        graph_report=graph_report,
         sum_losses=sum_losses,
         accumulate=build_accumulate(sum_losses),
         optimizer=optimizer,

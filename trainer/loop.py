@@ -139,8 +139,11 @@ class Loop:
         set_timeout(self.run.config.comm.train_timeout_seconds, self.run.mesh.groups())
         self.run.interrupt.install()
         if self.run.config.compile.enable:
-            report = report_compilation()
-            log.info(f"Compiled: {report.graphs} graph, {report.breaks} breaks, {report.recompiles} recompiles")
+            report, graphs = report_compilation(), self.run.graph_report
+            found = " (from the compile cache)" if graphs.from_cache else ""
+            counts = f"{report.graphs} graph{found}, {report.breaks} breaks, {report.recompiles} recompiles"
+            lines = [f"{direction}: {line}" for direction, lines in graphs.lines.items() for line in lines]
+            self.run.metrics.text("compiled", "\n  ".join([f"Compiled {counts}", *lines]))
 
     def _read(self) -> None:
         """Take in the values of the last unread step: log it, or note that it wasn't finite."""

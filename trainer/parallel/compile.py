@@ -7,7 +7,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import GraphModule
 
+from trainer.parallel.graph_report import GraphReport, key_of
 from trainer.parallel.partition import Partition
 
 SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
@@ -74,14 +75,22 @@ def report_compilation() -> CompileReport:
     return CompileReport(graphs, sum(counters["graph_break"].values()), max(0, graphs - 1))
 
 
-def build_backend(name: str, partition: Partition) -> Callable[[GraphModule, list[Any]], Any]:
+def build_backend(
+    name: str, partition: Partition, report: GraphReport
+) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
     """Return the backend for torch.compile that cuts joint graphs with `partition` and runs the parts with `name`."""
+    partition = replace(partition, record=report.record)
     if name == "aot_eager":
         return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
     from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here
 
-    patches = {"custom_partitioner_fn": partition}
-    return lambda graph, inputs: compile_fx(graph, inputs, config_patches=patches)
+    def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
+        key = key_of(gm, inputs, partition.uuid())
+        compiled = compile_fx(gm, inputs, config_patches={"custom_partitioner_fn": partition})
+        report.keep(key)
+        return compiled
+
+    return inductor
 
 
 def build_sum_losses(
@@ -92,6 +101,7 @@ def build_sum_losses(
     backend: str,
     loss_inside: bool,
     partition: Partition,
+    report: GraphReport,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled as one graph where `enable`.
 
@@ -103,7 +113,7 @@ def build_sum_losses(
 
     if not enable:
         return sum_losses
-    compiler = build_backend(backend, partition)
+    compiler = build_backend(backend, partition, report)
     if loss_inside:
         return torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)
     compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)

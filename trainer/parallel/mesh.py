@@ -47,6 +47,11 @@ class Mesh:
         replicate, shard = (self.axes.get_local_rank(axis) for axis in DATA_AXES)
         return replicate * self.axes.size(AXES.index("dp_shard")) + shard
 
+    def axis_of_group(self) -> dict[str, str]:
+        """Map the names of process groups, as graphs hold them, to axes of more than one rank."""
+        wide = [axis for axis, size in zip(AXES, self.axes.shape, strict=True) if size > 1]
+        return {self.axes.get_group(axis).group_name: axis for axis in wide}
+
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups of all axes, and the one of all ranks."""
         return [dist.distributed_c10d._get_default_group(), *(self.axes.get_group(axis) for axis in AXES)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+LAYOUT_CHANGES = {
+    operator.getitem,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.constant_pad_nd.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.view.default,
+}
 
 # PyTorch keeps a value that crosses from one recompute region to a later one. Gathers are one region that comes after
 # every block's, so that a block which recomputes doesn't make the partitioner keep the gathered weight it reads.
@@ -37,9 +50,11 @@ class Partition(CustomPartitionerFn):
 
     regather: bool
     memory_budget: float = 1.0
+    record: Callable[[GraphModule, GraphModule], None] | None = field(default=None, repr=False, compare=False)
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
         merge_repeated(gm)
+        sum_shards_first(gm)
         mark_gathered(gm, self.regather)
         # The mesh is an input of the graph and has no size that the knapsack could count.
         budget = functorch_config.patch(
@@ -49,6 +64,8 @@ class Partition(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
             restore(forward)
             restore(backward)
+        if self.record:
+            self.record(forward, backward)
         return forward, backward
 
     def uuid(self) -> str:
@@ -96,6 +113,49 @@ def merge_repeated(gm: GraphModule) -> None:
     gm.recompile()
 
 
+def sum_shards_first(gm: GraphModule) -> None:
+    """Where a gradient is summed over two axes, scatter over one before the other sums: it then has less to move.
+
+    DTensor sums over `dp_replicate` first, the whole gradient, and scatters over `dp_shard` after. Sums commute, and
+    with the cuts and padding between the two, so the all-reduce can take what the reduce-scatter leaves.
+    """
+    for all_reduce in gm.graph.find_nodes(op="call_function", target=ALL_REDUCE):
+        (wait,) = all_reduce.users
+        scatter = _only_scatter_after(wait)
+        if scatter is None or all_reduce.args[1] != "sum" or scatter.args[1] != "sum":
+            continue
+        (scattered,) = scatter.users
+        users = list(scattered.users)
+        with gm.graph.inserting_after(scattered):
+            moved = gm.graph.call_function(ALL_REDUCE, (scattered, *all_reduce.args[1:]))
+        with gm.graph.inserting_after(moved):
+            last = gm.graph.call_function(WAIT, (moved,))
+        moved.meta, last.meta = scattered.meta.copy(), scattered.meta.copy()
+        for user in users:
+            user.replace_input_with(scattered, last)
+        wait.replace_all_uses_with(all_reduce.args[0])
+        gm.graph.erase_node(wait)
+        gm.graph.erase_node(all_reduce)
+    gm.recompile()
+
+
+def _only_scatter_after(node: Node) -> Node | None:
+    """Return the reduce-scatter that takes all of `node` and nothing else, only cut, padded and joined on the way."""
+    inside, joins, scatters = {node}, set(), set()
+    ahead = list(node.users)
+    while ahead:
+        user = ahead.pop()
+        if user.target is REDUCE_SCATTER:
+            scatters.add(user)
+        elif user.target in LAYOUT_CHANGES:
+            inside.add(user)
+            joins |= set(user.all_input_nodes)
+            ahead += user.users
+        else:
+            return None
+    return scatters.pop() if len(scatters) == 1 and joins <= inside else None
+
+
 def mark_gathered(gm: GraphModule, regather: bool) -> None:
     """Mark gathered parameters to be computed again in backward, or to be kept, whatever their block does."""
     for node in find_parameter_values(gm):
@@ -121,11 +181,11 @@ def attention_without_random_numbers(gm: GraphModule) -> Iterator[Callable[[Grap
     yield lambda made: _unhide(made, hidden)
 
 
-def _hide(operator: Any, hidden: dict[Callable[..., Any], Any]) -> Callable[..., Any]:
+def _hide(target: Any, hidden: dict[Callable[..., Any], Any]) -> Callable[..., Any]:
     def attention(*args: Any, **kwargs: Any) -> Any:
-        return operator(*args, **kwargs)
+        return target(*args, **kwargs)
 
-    hidden[attention] = operator
+    hidden[attention] = target
     return attention
 
 
