@@ -53,7 +53,8 @@ class Optimizer:
     """AdamW, Adam or SGD over the local shards of named parameters.
 
     `step` takes a float32 scalar `found_inf`: where it is 1 the kernels leave parameters and state untouched, without
-    the host knowing. State exists from the start, so that saving and loading need no first step.
+    the host knowing. It raises RuntimeError that names parameters without gradient. State exists from the start, so
+    that saving and loading need no first step.
     """
 
     def __init__(
@@ -90,12 +91,16 @@ class Optimizer:
 
     def step(self, lr: float, found_inf: Tensor) -> None:
         """Update every parameter once with learning rate `lr`, and drop the gradients."""
+        gradients = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
+        missing = sorted(self.parameters.keys() - gradients.keys())
+        if missing:
+            raise RuntimeError(f"No gradient reached {missing}: the loss doesn't depend on them. Freeze or remove them")
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         # The fused kernels read this attribute; it is how torch.amp.GradScaler hands them its own flag.
         self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        for key, p in self.parameters.items():
-            self._locals[key].grad = None if p.grad is None else local(p.grad)
+        for key, gradient in gradients.items():
+            self._locals[key].grad = local(gradient)
         self._optimizer.step()
         for key, p in self.parameters.items():
             self._locals[key].grad = p.grad = None

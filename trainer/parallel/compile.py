@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from trainer.parallel.graph_report import GraphReport, key_of
 from trainer.parallel.partition import Partition
+from trainer.parallel.regather import regather_in_backward
 
 SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 
@@ -93,6 +94,14 @@ def build_backend(
     return inductor
 
 
+def _regathering(sum_losses: SumTokenLosses) -> SumTokenLosses:
+    def with_regather(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        with regather_in_backward():
+            return sum_losses(tokens_BT, labels_BT)
+
+    return with_regather
+
+
 def build_sum_losses(
     model: nn.Module,
     sum_token_losses: SumTokenLosses,
@@ -112,7 +121,7 @@ def build_sum_losses(
         return sum_token_losses(model(tokens_BT), labels_BT)
 
     if not enable:
-        return sum_losses
+        return _regathering(sum_losses) if partition.regather else sum_losses
     compiler = build_backend(backend, partition, report)
     if loss_inside:
         return torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)

@@ -7,7 +7,9 @@ the gradient of a gather is a reduce-scatter, over the replicate axis an all-red
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,29 @@ def gather(parameter: DTensor, precision: Precision) -> Tensor:
     return whole.to_local(grad_placements=[Partial(), Partial(), tp if tp.is_shard() else Partial()])
 
 
+GatherWatcher = Callable[[Tensor, DTensor, Precision], None]
+_watcher: GatherWatcher | None = None
+
+
+@contextlib.contextmanager
+def watch_gathers(watcher: GatherWatcher) -> Iterator[None]:
+    """Within, call `watcher` with each gathered tensor, its parameter and precision. For eager execution."""
+    global _watcher
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
+
+
+def _read(parameter: DTensor, precision: Precision) -> Tensor:
+    """Be what reading a parameter from its module means."""
+    whole = gather(parameter, precision)
+    if _watcher is not None:
+        _watcher(whole, parameter, precision)
+    return whole
+
+
 @functools.cache
 def _gathering_class(cls: type[nn.Module], names: tuple[str, ...], precision: Precision) -> type[nn.Module]:
     """Return the subclass of `cls` whose attributes `names` gather when read.
@@ -52,7 +77,7 @@ def _gathering_class(cls: type[nn.Module], names: tuple[str, ...], precision: Pr
     """
 
     def gathering(name: str) -> property:
-        return property(lambda self: gather(self._parameters[name], precision))
+        return property(lambda self: _read(self._parameters[name], precision))
 
     body: dict[str, Any] = {name: gathering(name) for name in names}
     return type(f"Gathering{cls.__name__}", (cls,), body)
