@@ -5,65 +5,90 @@ from __future__ import annotations
 import os
 import sys
 
+from trainer.config import Config
+from trainer.config_arguments import Flags
 from trainer.config_check import check_config
-from trainer.config_file import ConfigError, Loaded, load_config
+from trainer.config_file import ConfigError, load_config
 from trainer.config_text import format_config, format_help
+from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
 from trainer.log import setup_logging
-
-EXIT_CONFIG = 2
 
 
 def main(argv: list[str]) -> int:
     """Return the exit code: 0 trained or stopped by a signal, 1 failed, 2 refused before anything started."""
-    rank = int(os.environ.get("RANK", 0))
     try:
-        loaded = load_config(argv)
-        if loaded.flags.help:
-            print(format_help())
+        loaded = load_config(argv, check=check)
+        if loaded.flags.help or loaded.flags.print_config:
+            print(format_help() if loaded.flags.help else format_config(loaded))
             return 0
-        if loaded.flags.print_config:
-            print(format_config(loaded))
-        world_size = loaded.flags.world_size or int(os.environ.get("WORLD_SIZE", 1))
-        problems = check_config(loaded.config, world_size)
-        if problems:
-            raise ConfigError(problems)
-        if loaded.flags.print_config:
-            return 0
-        setup_logging(rank, color=not loaded.config.metrics.disable_color_printing)
-        return dry_run(loaded, world_size) if loaded.flags.dry_run else train(loaded)
+        color = not loaded.config.metrics.disable_color_printing
+        setup_logging(int(os.environ.get("RANK", 0)), color=color)
+        if loaded.flags.dry_run:
+            return dry_run(loaded.config, count_ranks(loaded.flags))
+        return launch(loaded.config)
     except ConfigError as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            print(error, file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
 
 
-def dry_run(loaded: Loaded, world_size: int) -> int:
+def count_ranks(flags: Flags) -> int:
+    return flags.world_size or int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check(config: Config, flags: Flags) -> list[str]:
+    """Return what is wrong between settings. Those left open are what the first launch of the run made of them."""
+    problems = []
+    if flags.world_size and not flags.dry_run:
+        problems.append(
+            f"--world-size {flags.world_size}\nIt is how many ranks a dry run pretends to have. Add --dry-run, or "
+            f"start as many processes: torchrun --nproc-per-node {flags.world_size} train.py ..."
+        )
+    if config.checkpoint.enable and not flags.dry_run:
+        from trainer.launch import fill_from_checkpoint, find_resume
+
+        try:
+            config = fill_from_checkpoint(config, find_resume(config).state)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems + check_config(config, count_ranks(flags))
+
+
+def refuse(error: ConfigError) -> int:
+    """Print what is wrong, once a machine."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(error, file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def dry_run(config: Config, world_size: int) -> int:
     """Print what rank 0 of `world_size` ranks would hold, without other processes and without allocating it."""
     from trainer.describe import describe_dry_run
     from trainer.distributed import fake_process_group
 
     with fake_process_group(world_size):
-        print("\n".join(describe_dry_run(loaded.config, world_size)))
+        print("\n".join(describe_dry_run(config, world_size)))
     return 0
 
 
-def train(loaded: Loaded) -> int:
+def launch(config: Config) -> int:
+    """Train for one launch. Collective over all ranks."""
     from trainer.build import build_run
-    from trainer.distributed import find_place, process_group
+    from trainer.distributed import end_failed_rank, find_place, process_group
     from trainer.interrupt import end_at_once_on_signals
     from trainer.launch import plan_launch
-    from trainer.loop import Loop
+    from trainer.loop import train
 
     end_at_once_on_signals()
     place = find_place()
-    launch = plan_launch(loaded.config, place)
-    with process_group(place, launch.config.comm.init_timeout_seconds):
-        run = build_run(launch, place)
-        try:
-            return 0 if Loop(run).train() else 1
-        finally:
-            run.metrics.close()
+    plan = plan_launch(config, place)
+    try:
+        with process_group(place, config.comm.init_timeout_seconds):
+            try:
+                return 0 if train(build_run(plan, place)) else EXIT_FAILED
+            except ConfigError as error:  # on every rank alike, so they leave together
+                return refuse(error)
+    except Exception as error:
+        end_failed_rank(place, error)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    open_door(main)

@@ -13,6 +13,7 @@ FLOORS = [
     ("trainer.config", 0),
     ("trainer.models.llama.config", 0),
     ("trainer.log", 0),
+    ("trainer.door", 0),
     ("trainer.models", 1),
     ("trainer.data", 1),
     ("trainer.metrics", 1),

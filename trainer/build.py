@@ -19,10 +19,11 @@ from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state
 from trainer.config import Config
 from trainer.config_check import dp_degrees
+from trainer.config_file import ConfigError
 from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
 from trainer.data.rows import Rows
-from trainer.distributed import Place, check_agreement, host_group
+from trainer.distributed import Place, check_agreement, gather_objects, host_group
 from trainer.interrupt import Interrupt
 from trainer.launch import DTYPES, Launch, build_shape
 from trainer.loss import UNCOUNTED, sum_token_losses
@@ -117,7 +118,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     mesh = build_mesh_of(config, place.device, place.world_size)
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
-    backend = _choose_backend(config, place)
+    backend = _choose_backend(config, place, host)
     graph_report = GraphReport(mesh.axis_of_group())
     sum_losses = build_sum_losses(
         model,
@@ -195,12 +196,20 @@ def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
     return model
 
 
-def _choose_backend(config: Config, place: Place) -> str:
+def _choose_backend(config: Config, place: Place, group: dist.ProcessGroup) -> str:
+    """Return what runs the graph, the same on all ranks: they issue one sequence of collectives. Collective."""
     if not config.compile.enable:
         return "eager"
-    backend, reason = choose_backend(config.compile.backend, place.device)
-    if reason:
-        log.warning(f"compile.backend = 'inductor' has no working C++ toolchain here ({reason}); using {backend!r}")
+    choices = gather_objects(choose_backend(config.compile.backend, place.device), group)
+    refused = {rank: (backend, reason) for rank, (backend, reason) in enumerate(choices) if reason}
+    if not refused:
+        return config.compile.backend
+    rank, (backend, reason) = next(iter(refused.items()))
+    if place.rank == 0:
+        log.warning(
+            f"compile.backend = {config.compile.backend!r} has no working C++ toolchain on rank {rank} ({reason}); "
+            f"using {backend!r}, which computes the same, slower"
+        )
     return backend
 
 
@@ -298,7 +307,10 @@ def _load(
     def is_random(key: str) -> bool:
         return key.startswith("rng.")
 
-    load_tensors(path, tensors | rng, allow_missing=is_random, allow_extra=is_random, process_group=group)
+    try:
+        load_tensors(path, tensors | rng, allow_missing=is_random, allow_extra=is_random, process_group=group)
+    except ValueError as error:  # the checkpoint's fault, raised on every rank
+        raise ConfigError([str(error)]) from error
     restore_random_state({key.rsplit(".", 1)[1]: value for key, value in rng.items()})
     state.step = launch.resume_state["step"]
     state.tokens_seen.fill_(launch.resume_state["tokens_seen"])

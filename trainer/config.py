@@ -92,7 +92,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    dataset: str = machine(
+    dataset: str = experiment(
         "stdlib",
         "Kind of data: the embedded corpus (the source code of Python's standard library), text files, or JSON lines. "
         "The tokens it yields, not its name, belong to the experiment.",

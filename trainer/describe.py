@@ -13,6 +13,7 @@ from trainer.config import Config
 from trainer.config_check import accumulation_steps, resolve_global_batch_size
 from trainer.launch import build_shape, estimate_launch
 from trainer.models.registry import FAMILIES
+from trainer.optim import split_by_decay
 from trainer.parallel.mesh import Mesh
 
 
@@ -22,6 +23,7 @@ def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> l
     parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
     local_parameters = sum(p.to_local().numel() for p in parameters)
     placements = sorted({str(p.placements) for p in parameters})
+    decayed, not_decayed = split_by_decay([name for name, _ in model.named_parameters()], config.optimizer.no_decay)
     rows = resolve_global_batch_size(config, world_size)
     return [
         f"Model {config.model.name} {config.model.flavor}: {family.count_parameters(shape):,} parameters, "
@@ -30,6 +32,8 @@ def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> l
         f"placed {', '.join(placements)} over {mesh.data.mesh_dim_names}",
         f"Precision: parameters and moments {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient sums {training.mixed_precision_reduce}, loss and gradient norm float32",
+        f"Optimizer {config.optimizer.name}: weight decay {config.optimizer.weight_decay} on {len(decayed)} "
+        f"parameters, none on {len(not_decayed)} ({', '.join(config.optimizer.no_decay)})",
         f"Batch: {training.local_batch_size} rows x {mesh.data_ranks} data ranks x "
         f"{accumulation_steps(config, world_size)} accumulated = {rows} rows of {training.seq_len} tokens = "
         f"{rows * training.seq_len:,} tokens per step",

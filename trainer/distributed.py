@@ -6,14 +6,25 @@ The one place that chooses a device or a backend. One process without torchrun g
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from trainer.config_file import ConfigError
+from trainer.door import EXIT_FAILED
+
+log = logging.getLogger(__name__)
+
+FIRST_FAILURE = "fullgraph/first_failure"  # key in the store that the ranks met in
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,10 @@ def find_place() -> Place:
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
-    """Hold the default process group open. Collective over all ranks."""
+    """Hold the default process group open. Collective over all ranks.
+
+    After an exception nothing is taken down: that may wait for ranks that wait for this one. End the process instead.
+    """
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     alone = "RANK" not in os.environ
@@ -63,12 +77,39 @@ def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
         store=dist.HashStore() if alone else None,
         device_id=place.device if place.device.type == "cuda" else None,
     )
+    yield
+    # A gloo rank that leaves while another still reads from it makes that one abort, so all leave together.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def end_failed_rank(place: Place, error: Exception) -> NoReturn:
+    """Report the error that is being handled, and end this process with code 1 at once.
+
+    The first rank to fail shows its traceback. Those that fail after it have mostly lost their connection to it, and
+    say in one line where to look.
+    """
+    summary = f"{type(error).__name__}: {error}"
+    first = _first_failure(place, f"rank {place.rank}: {summary}")
+    if first is None:
+        log.error(f"Rank {place.rank} failed", exc_info=error)
+        get_error_handler().record_exception(error)  # torchrun shows it as the root cause in its own report
+    else:
+        log.error(f"Rank {place.rank} ended ({summary.splitlines()[0]}) after the failure of {first.splitlines()[0]}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)  # no clean-up: it could wait for the other ranks
+
+
+def _first_failure(place: Place, own: str) -> str | None:
+    """Return what the first failed rank left in the store, or None if that is this one or can't be known."""
+    if place.world_size == 1:
+        return None
     try:
-        yield
-        # A gloo rank that leaves while another still reads from it makes that one abort, so all leave together.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        first = _get_default_store().compare_set(FIRST_FAILURE, "", own).decode()
+    except Exception:  # the process that serves the store is gone; then this rank's own error is what there is
+        return None
+    return None if first == own else first
 
 
 @contextlib.contextmanager
@@ -90,8 +131,6 @@ def host_group(timeout_seconds: int) -> dist.ProcessGroup:
 
 def set_timeout(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
     """Set the limit of each later collective of `groups`."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
     for group in groups:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -104,11 +143,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def check_agreement(what: str, value: str, group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError on every rank if `value` differs between ranks. Collective over `group`."""
+    """Raise ConfigError on every rank if `value` differs between ranks. Collective over `group`."""
     values = gather_objects(value, group)
     if len(set(values)) > 1:
-        table = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))
-        raise RuntimeError(f"{what} must be the same on every rank, and is not:\n{table}")
+        table = "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise ConfigError(
+            [f"{what} must be the same on every rank, and is not:\n{table}\nGive all machines the same files."]
+        )
 
 
 class HostCopy:

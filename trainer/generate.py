@@ -5,7 +5,8 @@ The whole prefix is computed again for each token: simple, and enough to look at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,26 @@ def generate(
     model: nn.Module,
     prompt: Sequence[int],
     *,
-    tokens: int,
     vocab_size: int,
-    stop_id: int,
     device: torch.device,
     temperature: float,
     top_k: int,
     seed: int,
-) -> list[int]:
-    """Return `prompt` continued by at most `tokens` ids below `vocab_size`, ending before `stop_id`.
+) -> Iterator[int]:
+    """Yield ids below `vocab_size` that continue `prompt`, without end.
 
-    Collective over the data axes where the model is sharded: every rank calls with the same arguments and draws
-    the same ids. Has its own random generator, so it doesn't disturb training.
+    Collective over the data axes where the model is sharded: every rank takes the same number of ids, whatever they
+    are. Has its own random generator, so it doesn't disturb training.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
-    for _ in range(tokens):
+    while True:
         logits_BTV = model(torch.tensor([ids], device=device))
         logits_V = logits_BTV[0, -1, :vocab_size].float().cpu()
-        chosen = pick_token(logits_V, temperature=temperature, top_k=top_k, generator=generator)
-        if chosen == stop_id:
-            break
-        ids.append(chosen)
-    return ids
+        ids.append(pick_token(logits_V, temperature=temperature, top_k=top_k, generator=generator))
+        yield ids[-1]
+
+
+def before_stop(ids: Iterable[int], stop_id: int) -> list[int]:
+    """Return the ids before the first `stop_id`, taking no more than needed."""
+    return list(itertools.takewhile(lambda id: id != stop_id, ids))

@@ -6,9 +6,11 @@ device. All that stands in the way is raised at once, as a ConfigError. Allocati
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from trainer.checkpoint.load import read_state
 from trainer.config import Config, experiment_half, replace
 from trainer.config_check import check_config, dp_degrees, resolve_global_batch_size
 from trainer.config_file import ConfigError
-from trainer.data.prepare import Prepared, prepare
+from trainer.data.prepare import Prepared, SourceError, encode, open_sources
+from trainer.data.tokenizer import Tokenizer
 from trainer.distributed import Place
-from trainer.memory import GIB, MemoryEstimate, device_capacity_bytes, estimate_memory
+from trainer.memory import MemoryEstimate, device_capacity_bytes, estimate_memory, format_bytes
 from trainer.models.registry import FAMILIES, Family
+from trainer.optim import split_by_decay
 
 log = logging.getLogger(__name__)
 
@@ -46,29 +50,64 @@ class Launch:
         return experiment_half(self.config) | {"training.dataset": f"sha256 {self.prepared.fingerprint}"}
 
 
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint to continue from, and what it says besides its tensors; nothing for a fresh start."""
+
+    path: Path | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def find_resume(config: Config) -> Resume:
+    """Find the checkpoint that `config` continues from. ValueError if it isn't there or is damaged."""
+    if not config.checkpoint.enable:
+        return Resume()
+    path = find_checkpoint(checkpoint_folder(config), config.checkpoint.load_step)
+    return Resume(path, read_state(path)) if path else Resume()
+
+
 def plan_launch(config: Config, place: Place) -> Launch:
     """Settle everything that needs no other rank. ConfigError lists all that stands in the way."""
-    _check_dump_folder(Path(config.job.dump_folder))
-    resume_from, resume_state = _find_resume(config)
-    config = _fill_from_checkpoint(config, resume_state.get("experiment", {}))
-    problems = check_config(config, place.world_size)
-    if problems:
-        raise ConfigError(problems)
-    config = _fill_from_launch(config, place.world_size)
-    family = FAMILIES[config.model.name]
-    shape = build_shape(config)
-    problems = _check_memory(config, place)
-    training = config.training
+    problems = _check_dump_folder(Path(config.job.dump_folder))
     try:
-        prepared = prepare(training.dataset, training.dataset_path, config.model.tokenizer_path, cache_folder(config))
+        resume = find_resume(config)
     except ValueError as error:
-        raise ConfigError([str(error), *problems]) from error
-    launch = Launch(config, family, shape, prepared, resume_from, resume_state)
-    problems += _check_vocabulary(config, prepared, shape)
-    problems += _check_experiment(launch)
+        raise ConfigError([*problems, str(error)]) from error
+    config = fill_from_checkpoint(config, resume.state)
+    impossible = check_config(config, place.world_size)
+    if impossible:
+        raise ConfigError(problems + impossible)
+    config = _fill_from_launch(config, place.world_size)
+    family, shape = FAMILIES[config.model.name], build_shape(config)
+    problems += [*_check_memory(config, place), *_check_decay(config, family, shape)]
+    prepared = _prepare(config, shape, problems)
+    launch = Launch(config, family, shape, prepared, resume.path, resume.state)
+    problems = _check_experiment(launch)
     if problems:
         raise ConfigError(problems)
     return launch
+
+
+def _prepare(config: Config, shape: Any, problems: list[str]) -> Prepared:
+    """Find the data's sources and encode them, which may take long and is not begun if there are `problems`."""
+    training, cache = config.training, cache_folder(config)
+    try:
+        sources = open_sources(training.dataset, training.dataset_path, config.model.tokenizer_path, cache)
+        problems = problems + _check_vocabulary(config, sources.tokenizer, shape)
+        if problems:
+            raise ConfigError(problems)
+        return encode(sources, cache)
+    except SourceError as error:
+        raise ConfigError(problems + error.problems) from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    except OSError as error:
+        raise ConfigError(
+            [f"training.cache_folder = {str(cache)!r}: prepared tokens are kept there, and can't be ({error}). "
+             "Free space, change the folder's permissions, or give another --training.cache_folder."]
+        ) from error  # fmt: skip
 
 
 def build_shape(config: Config) -> Any:
@@ -78,19 +117,42 @@ def build_shape(config: Config) -> Any:
 
 
 def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
-    """Estimate what one device must hold, from the settings alone."""
+    """Estimate what one device must hold, from the settings alone. Errs on the low side: it may refuse a launch."""
     shape, family = build_shape(config), FAMILIES[config.model.name]
-    compute_bytes = DTYPES[config.training.mixed_precision_param].itemsize
-    moments = {"SGD": 1 if config.optimizer.momentum else 0}.get(config.optimizer.name, 2)
-    tokens = config.training.local_batch_size * config.training.seq_len
+    tp = config.parallelism.tensor_parallel_degree
+    keeps_gathered = config.parallelism.fsdp_reshard_after_forward == "never"
+    # Gathered again in backward, parameters of about two blocks are whole at a time: one in use, one on its way.
+    gathered = shape if keeps_gathered else dataclasses.replace(shape, n_layers=min(2, shape.n_layers))
     return estimate_memory(
-        parameters=family.count_parameters(shape),
+        parameters=family.count_parameters(shape) // tp,
+        gathered_parameters=family.count_parameters(gathered) // tp,
         shards=dp_degrees(config, world_size)[1],
-        moments=moments,
+        moments={"SGD": 1 if config.optimizer.momentum else 0}.get(config.optimizer.name, 2),
         storage_bytes=DTYPES[config.training.dtype].itemsize,
-        compute_bytes=compute_bytes,
-        activations_bytes=family.count_activation_bytes(shape, tokens, compute_bytes),
+        compute_bytes=DTYPES[config.training.mixed_precision_param].itemsize,
+        activations_bytes=_count_activation_bytes(config, family, shape) // tp,
     )
+
+
+def _count_activation_bytes(config: Config, family: Family, shape: Any) -> int:
+    """Estimate what a microbatch keeps for backward, between all and, recomputed in full, the inputs of blocks."""
+    settings, compute_bytes = config.activation_checkpoint, DTYPES[config.training.mixed_precision_param].itemsize
+    tokens = config.training.local_batch_size * config.training.seq_len
+    everything = family.count_activation_bytes(shape, tokens, compute_bytes)
+    one_block = family.count_activation_bytes(dataclasses.replace(shape, n_layers=1), tokens, compute_bytes)
+    least = one_block + (shape.n_layers - 1) * tokens * shape.dim * compute_bytes
+    kept_ratio = {
+        "none": 1.0,
+        "selective": _selective_ratio(settings.selective_ac_option),
+        "full": 0.0,
+        "memory_budget": settings.memory_budget,
+    }[settings.mode]
+    return int(least + (everything - least) * kept_ratio)
+
+
+def _selective_ratio(option: str) -> float:
+    """Return what selective recomputation keeps: all but every n-th block, or roughly half of each one's results."""
+    return 1 - 1 / int(option) if option.isdecimal() else 0.5
 
 
 def cache_folder(config: Config) -> Path:
@@ -100,50 +162,41 @@ def cache_folder(config: Config) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fullgraph"
 
 
-def _check_dump_folder(folder: Path) -> None:
-    probe = folder / f".writable-{os.getpid()}"
+def _check_dump_folder(folder: Path) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"writable")
     except OSError as error:
-        raise ConfigError(
-            [f"job.dump_folder = {str(folder)!r}: the run must be able to write there, and can't ({error}). "
-             "Free space, change the folder's permissions, or give another --job.dump_folder."]
-        ) from error  # fmt: skip
-
-
-def _find_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    if not config.checkpoint.enable:
-        return None, {}
-    try:
-        path = find_checkpoint(checkpoint_folder(config), config.checkpoint.load_step)
-        return path, read_state(path) if path else {}
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
+        return [
+            f"job.dump_folder = {str(folder)!r}: the run must be able to write there, and can't ({error}). "
+            "Free space, change the folder's permissions, or give another --job.dump_folder."
+        ]
+    return []
 
 
 def checkpoint_folder(config: Config) -> Path:
+    """Return where the run's checkpoints lie."""
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
-def _fill_from_checkpoint(config: Config, stored: dict[str, Any]) -> Config:
-    """Settings left open take what the first launch made of them."""
-    filled: dict[str, Any] = {}
-    if config.training.global_batch_size == -1 and stored:
-        filled["training.global_batch_size"] = stored["training.global_batch_size"]
-    if config.lr_scheduler.total_steps is None and stored:
-        filled["lr_scheduler.total_steps"] = stored["lr_scheduler.total_steps"]
-    return replace(config, filled)
+def fill_from_checkpoint(config: Config, state: dict[str, Any]) -> Config:
+    """Give settings that are left open what the first launch made of them."""
+    stored = state.get("experiment", {})
+    open_settings = {
+        "training.global_batch_size": config.training.global_batch_size == -1,
+        "lr_scheduler.total_steps": config.lr_scheduler.total_steps is None,
+    }
+    return replace(config, {name: stored[name] for name, is_open in open_settings.items() if is_open and stored})
 
 
 def _fill_from_launch(config: Config, world_size: int) -> Config:
+    """Settle what is still left open. What only this machine decides stays as it is, for a launch on another one."""
     return replace(
         config,
         {
             "training.global_batch_size": resolve_global_batch_size(config, world_size),
             "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
-            "parallelism.data_parallel_shard_degree": dp_degrees(config, world_size)[1],
         },
     )
 
@@ -153,20 +206,31 @@ def _check_memory(config: Config, place: Place) -> list[str]:
     capacity = device_capacity_bytes(place.device, place.local_world_size)
     if estimate.total_bytes <= capacity:
         return []
-    kind = "GPU" if place.device.type == "cuda" else "rank's share of the memory available now"
+    has = "the GPU has" if place.device.type == "cuda" else "of the memory available now a rank's share is"
     return [
-        f"model.flavor = {config.model.flavor!r} on {place.world_size} ranks needs {estimate}, and a {kind} has "
-        f"{capacity / GIB:.2f} GiB. Use more ranks, a smaller model.flavor, training.local_batch_size (now "
-        f"{config.training.local_batch_size}) or training.seq_len (now {config.training.seq_len})."
+        f"model.flavor = {config.model.flavor!r}, training.local_batch_size = {config.training.local_batch_size}, "
+        f"training.seq_len = {config.training.seq_len} on {place.world_size} ranks\n"
+        f"The run needs {estimate}, and {has} {format_bytes(capacity)}. "
+        "Use more ranks, or lower one of the three."
     ]
 
 
-def _check_vocabulary(config: Config, prepared: Prepared, shape: Any) -> list[str]:
-    if prepared.tokenizer.vocab_size <= shape.vocab_size:
+def _check_decay(config: Config, family: Family, shape: Any) -> list[str]:
+    with torch.device("meta"):
+        names = [name for name, _ in family.build_model(shape).named_parameters()]
+    try:
+        split_by_decay(names, config.optimizer.no_decay)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _check_vocabulary(config: Config, tokenizer: Tokenizer, shape: Any) -> list[str]:
+    if tokenizer.vocab_size <= shape.vocab_size:
         return []
     return [
         f"model.args.vocab_size = {shape.vocab_size}: it must be at least the tokenizer's "
-        f"{prepared.tokenizer.vocab_size} ids (model.tokenizer_path = {config.model.tokenizer_path!r}). Raise it, or "
+        f"{tokenizer.vocab_size} ids (model.tokenizer_path = {config.model.tokenizer_path!r}). Raise it, or "
         "use another tokenizer."
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import time
@@ -20,12 +21,13 @@ import torch
 from trainer.build import Run, checkpoint_tensors, random_tensors
 from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.together import run_together
 from trainer.config_text import to_toml
 from trainer.data.batches import Microbatch
 from trainer.describe import describe
 from trainer.distributed import HostCopy, gather_objects, set_timeout
 from trainer.evaluate import evaluate
-from trainer.generate import generate
+from trainer.generate import before_stop, generate
 from trainer.launch import checkpoint_folder
 from trainer.loss import count_labels
 from trainer.parallel.compile import report_compilation
@@ -69,6 +71,18 @@ def _to_device(rows: Microbatch, device: torch.device) -> Microbatch:
     return Microbatch(rows.tokens_BT.to(device), rows.labels_BT.to(device))
 
 
+def train(run: Run) -> bool:
+    """Train for one launch; False if it stopped at a step that wasn't finite. Collective over all ranks."""
+    try:
+        finished = Loop(run).train()
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk fails once more; the first failure is the one to tell
+            run.metrics.close()
+        raise
+    run.metrics.close()
+    return finished
+
+
 class Loop:
     """Steps one after the other, and between them logs, validation, checkpoints and the wish to stop."""
 
@@ -86,15 +100,7 @@ class Loop:
         interrupted = False
         with _garbage_collected_every(run.config.training.gc_freq) as collect_garbage:
             while run.state.step < steps and not interrupted and self._bad_step is None:
-                run.interrupt.ask()
-                latest = train_step(run)
-                self._read()  # the step before, while this one runs
-                self._unread = latest
-                self._after_first_step()
-                interrupted = run.interrupt.agreed()
-                interrupted = interrupted or self._validate_if_due()
-                if interrupted or run.state.step % run.config.checkpoint.interval == 0:
-                    self._save()
+                interrupted = self._advance()
                 collect_garbage(run.state.step)
         self._read()
         if self._bad_step is not None:
@@ -102,7 +108,7 @@ class Loop:
             return False
         self._save()
         if interrupted:
-            log.warning(f"Stopped by a signal after step {run.state.step} of {steps}")
+            log.info(f"Stopped by a signal after step {run.state.step} of {steps}")
         else:
             self._show_sample()
             log.info("Training completed")
@@ -117,11 +123,6 @@ class Loop:
             log.info(config.job.description)
         for line in describe(config, run.mesh, run.model, run.place.world_size):
             log.info(line)
-        log.info(
-            f"Optimizer {config.optimizer.name}: weight decay {config.optimizer.weight_decay} on "
-            f"{len(run.optimizer.decayed)} parameters, none on {len(run.optimizer.not_decayed)} "
-            f"({', '.join(config.optimizer.no_decay)})"
-        )
         if not config.checkpoint.enable:
             log.info("No checkpoints will be saved (checkpoint.enable = false)")
         if run.state.step >= config.training.steps:
@@ -131,19 +132,33 @@ class Loop:
                 f"Compiling the model as one graph with {run.backend}: the first step waits for it, a minute or so"
             )
 
+    def _advance(self) -> bool:
+        """Do one step and what is due after it; True if a signal asks for the end. Collective over all ranks."""
+        run = self.run
+        run.interrupt.ask()
+        latest = train_step(run)
+        self._read()  # the step before, while this one runs
+        self._unread = latest
+        self._after_first_step()
+        interrupted = run.interrupt.agreed() or self._validate_if_due()
+        if interrupted or run.state.step % run.config.checkpoint.interval == 0:
+            self._save()
+        return interrupted
+
     def _after_first_step(self) -> None:
         """Compilation is over: tighten the time limit, and let signals ask for a stop instead of ending the process."""
         if not self._is_first_step:
             return
         self._is_first_step = False
-        set_timeout(self.run.config.comm.train_timeout_seconds, self.run.mesh.groups())
-        self.run.interrupt.install()
-        if self.run.config.compile.enable:
-            report, graphs = report_compilation(), self.run.graph_report
+        run = self.run
+        set_timeout(run.config.comm.train_timeout_seconds, [*run.mesh.groups(), run.host_group])
+        run.interrupt.install()
+        if run.config.compile.enable:
+            report, graphs = report_compilation(), run.graph_report
             found = " (from the compile cache)" if graphs.from_cache else ""
             counts = f"{report.graphs} graph{found}, {report.breaks} breaks, {report.recompiles} recompiles"
             lines = [f"{direction}: {line}" for direction, lines in graphs.lines.items() for line in lines]
-            self.run.metrics.text("compiled", "\n  ".join([f"Compiled {counts}", *lines]))
+            run.metrics.text("compiled", "\n  ".join([f"Compiled {counts}", *lines]))
 
     def _read(self) -> None:
         """Take in the values of the last unread step: log it, or note that it wasn't finite."""
@@ -153,15 +168,23 @@ class Loop:
         loss, max_loss, grad_norm, tokens_seen, non_finite, rank_loss = done.values.read()
         if non_finite:
             self._bad_step = done.step
-            finite = gather_objects(math.isfinite(rank_loss), self.run.host_group)
-            ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-            where = (
-                f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient, all losses being finite"
-            )
-            log.error(f"Step {done.step} is not finite: loss {loss}, grad_norm {grad_norm}; it began in {where}")
+            self._name_bad_ranks(done.step, loss, grad_norm, rank_loss)
         elif self.run.metrics.is_logged(done.step):
             self.run.metrics.log(StepMetrics(done.step, loss, max_loss, grad_norm, done.lr, int(tokens_seen)))
             self.run.metrics.scalar("recompiles", report_compilation().recompiles, done.step)
+
+    def _name_bad_ranks(self, step: int, loss: float, grad_norm: float, rank_loss: float) -> None:
+        """Say where a step stopped being finite. Collective over the host group."""
+        finite = gather_objects(math.isfinite(rank_loss), self.run.host_group)
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        if len(ranks) == len(finite) > 1:
+            where = "the loss of every rank"
+        elif ranks:
+            where = f"the loss of rank {', '.join(ranks)}, the others' being finite"
+        else:
+            where = "the gradient; the loss of every rank is finite"
+        if self.run.place.rank == 0:
+            log.error(f"Step {step} is not finite: loss {loss}, grad_norm {grad_norm}. Not finite is {where}")
 
     def _validate_if_due(self) -> bool:
         """Validate every validation.freq steps and after the last; True if a signal cut it short."""
@@ -170,6 +193,8 @@ class Loop:
         if run.held_out is None or not due:
             return False
         self._read()
+        if self._bad_step is not None:
+            return False
         start = time.perf_counter()
         with run.metrics.apart("validation"):
             result = evaluate(run.sum_losses, run.held_out, run.mesh, run.place.device, run.interrupt.requested)
@@ -193,48 +218,62 @@ class Loop:
                 attach=lambda path: run.launch.prepared.tokenizer.save(path / "tokenizer"),
                 process_group=run.save_group,
             )
-            if run.place.rank == 0:
-                remove_old(folder, settings.keep_latest_k)
+            is_first = run.place.rank == 0
+            # The others wait here, under the patient limit of this group, not in a collective of the next step.
+            run_together(
+                "removing old checkpoints",
+                lambda: remove_old(folder, settings.keep_latest_k) if is_first else None,
+                run.save_group,
+            )
         self._saved_step = step
         log.info(f"Saved {path}")
 
     def _stop_at(self, bad_step: int) -> None:
         """Go back to the step before, whose weights are still there: no later update was applied."""
-        state = self.run.state
+        run, state = self.run, self.run.state
         state.step = bad_step - 1
         state.non_finite.zero_()
         self._save(note={"bad_step": bad_step})
-        log.error(
-            f"Stopped at step {bad_step}: the weights are still those after step {state.step}"
-            + (", and saved. " if self._saved_step == state.step and self.run.config.checkpoint.enable else ". ")
-            + f"The same command computes step {bad_step} again from the same rows. Ways out: a lower optimizer.lr or "
-            "training.mixed_precision_param = float32 (with checkpoint.accept_changes), an earlier checkpoint.load_step"
-        )
+        saved = ", and saved" if run.config.checkpoint.enable and state.step > 0 else ""
+        if run.place.rank == 0:
+            log.error(
+                f"Stopped at step {bad_step}: the weights are still those after step {state.step}{saved}. "
+                f"The same command computes step {bad_step} again from the same rows. Ways out: a lower optimizer.lr "
+                "or training.mixed_precision_param = float32 (with checkpoint.accept_changes), or an earlier "
+                "checkpoint.load_step"
+            )
 
     def _show_sample(self) -> None:
         run, settings = self.run, self.run.config.sample
         if settings.tokens == 0:
             return
         tokenizer = run.launch.prepared.tokenizer
-        ids = generate(
+        prompt = tokenizer.encode(settings.prompt)
+        drawn = generate(
             run.model,
-            [tokenizer.bos_id, *tokenizer.encode(settings.prompt)],
-            tokens=settings.tokens,
+            [tokenizer.bos_id, *prompt],
             vocab_size=tokenizer.vocab_size,
-            stop_id=tokenizer.eos_id,
             device=run.place.device,
             temperature=settings.temperature,
             top_k=settings.top_k,
             seed=run.config.debug.seed,
         )
-        run.metrics.text("sample", f"Sample after step {run.state.step}:\n{tokenizer.decode(ids[1:])}")
+        # All of them on every rank: one that stopped earlier, by a last bit, would leave the others waiting.
+        ids = list(itertools.islice(drawn, settings.tokens))
+        text = tokenizer.decode([*prompt, *before_stop(ids, tokenizer.eos_id)])
+        run.metrics.text("sample", f"Sample after step {run.state.step}:\n{text}")
 
 
 @contextlib.contextmanager
 def _garbage_collected_every(steps: int) -> Iterator[Callable[[int], None]]:
     """Keep Python's collector off, so that it runs on all ranks at the same steps instead of stalling one at a time."""
+
+    def collect(step: int) -> None:
+        if step % steps == 0:
+            gc.collect(1)
+
     gc.disable()
     try:
-        yield lambda step: (gc.collect(1), None)[1] if step % steps == 0 else None
+        yield collect
     finally:
         gc.enable()

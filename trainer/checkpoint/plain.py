@@ -14,7 +14,10 @@ from trainer.parallel.parameters import replace_parameters
 
 
 def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
-    """Return the model and tokenizer of the step folder `path`. ValueError if it is damaged or isn't a checkpoint."""
+    """Return the model and tokenizer of the step folder `path`. ValueError if it is damaged or isn't a checkpoint.
+
+    Parameters are cast to the dtype that training computes in, so that the model gives the numbers it gave there.
+    """
     experiment = read_state(path)["experiment"]
     name, flavor, prefix = experiment["model.name"], experiment["model.flavor"], "model.args."
     changes = {key.removeprefix(prefix): value for key, value in experiment.items() if key.startswith(prefix)}
@@ -30,4 +33,6 @@ def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Token
         allow_extra=lambda key: not key.startswith("model."),
         process_group=None,
     )
+    compute_dtype = getattr(torch, experiment["training.mixed_precision_param"])
+    replace_parameters(model, lambda _, p: nn.Parameter(p.detach().to(compute_dtype)))
     return model, load_tokenizer(str(path / "tokenizer"))

@@ -31,6 +31,16 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 _FORMAT_VERSION = 1
 _SECONDS_BETWEEN_REPORTS = 30
 
+# What belongs in the folders that the shipped configs read.
+_DOWNLOADS = {
+    "c4": "allenai/c4 --repo-type dataset --include 'en/c4-train.0000*.json.gz'",
+    "Llama-3.1-8B": "meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json",
+    "Llama-2-7b": "meta-llama/Llama-2-7b-hf tokenizer.json tokenizer_config.json",
+}
+_WITHOUT_FILES = (
+    'To run without any such file: --training.dataset stdlib --training.dataset_path "" --model.tokenizer_path bytes'
+)
+
 logger = logging.getLogger("trainer.data")
 
 
@@ -44,19 +54,67 @@ class Prepared:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What a dataset is made from: found and open, nothing encoded yet."""
+
+    dataset: str
+    documents: Documents
+    tokenizer: Tokenizer
+
+
+class SourceError(ValueError):
+    """What is missing or broken, all at once, each with the command that gets it."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
 def prepare(dataset: str, dataset_path: str, tokenizer_path: str, cache_folder: Path) -> Prepared:
-    """Return the token files of a dataset, encoding it if the cache lacks them.
+    """Find the sources and return their token files."""
+    return encode(open_sources(dataset, dataset_path, tokenizer_path, cache_folder), cache_folder)
+
+
+def open_sources(dataset: str, dataset_path: str, tokenizer_path: str, cache_folder: Path) -> Sources:
+    """Find documents and tokenizer; SourceError names both if both are missing.
 
     An empty `tokenizer_path` means the tokenizer of the embedded corpus, trained at its first use. Safe to call from
     several processes at once: one works, the others wait.
     """
-    documents = open_documents(dataset, dataset_path)
-    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path else _embedded_tokenizer(cache_folder)
+    problems: list[str] = []
+    documents: Documents | None = None
+    tokenizer: Tokenizer | None = None
+    try:
+        documents = open_documents(dataset, dataset_path)
+    except ValueError as error:
+        problems.append(f"{error}{_how_to_get(dataset_path)}")
+    try:
+        tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path else _embedded_tokenizer(cache_folder)
+    except ValueError as error:
+        problems.append(f"{error}{_how_to_get(tokenizer_path)}")
+    if documents is None or tokenizer is None:
+        raise SourceError([*problems[:-1], f"{problems[-1]}\n{_WITHOUT_FILES}"])
+    return Sources(dataset, documents, tokenizer)
+
+
+def encode(sources: Sources, cache_folder: Path) -> Prepared:
+    """Return the token files of a dataset, encoding it if the cache lacks them. Safe to call as `open_sources` is."""
+    dataset, documents, tokenizer = sources.dataset, sources.documents, sources.tokenizer
     key = _key(_FORMAT_VERSION, dataset, documents.identity(), tokenizer.fingerprint)
     started = time.perf_counter()
     entry = build_once(cache_folder, f"{dataset}-{key}", lambda folder: _encode(documents, tokenizer, folder))
     _report(dataset, entry, time.perf_counter() - started)
     return _open(entry, tokenizer)
+
+
+def _how_to_get(path: str) -> str:
+    """Return the command that fills the folder of a shipped config, if `path` leads through one."""
+    folder = Path(path)
+    for place in (folder, *folder.parents):
+        if place.name in _DOWNLOADS:
+            return f"\nGet it with: hf download {_DOWNLOADS[place.name]} --local-dir {place}"
+    return ""
 
 
 def _embedded_tokenizer(cache_folder: Path) -> Tokenizer:
