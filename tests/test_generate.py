@@ -12,6 +12,7 @@ from tiny_run import arguments, launch_all, write_dataset
 from torch import Tensor, nn
 
 from scripts import generate as door
+from trainer.checkpoint.plain import load_plain_model
 from trainer.generate import before_stop, generate, pick_token
 
 
@@ -80,5 +81,7 @@ def test_a_checkpoint_of_two_ranks_gives_the_sample_of_its_training(
     for checkpoint in (tmp_path / "run" / "checkpoint", tmp_path / "run" / "checkpoint" / "step-12"):
         assert door.main([f"--checkpoint={checkpoint}", *flags]) == 0
         assert capsys.readouterr().out.rstrip("\n") == sample.partition(":\n")[2].rstrip("\n")
+    model, _ = load_plain_model(checkpoint, torch.device("cpu"))
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}, "what training computed in"
     assert door.main([f"--checkpoint={tmp_path}/nothing", *flags]) == 2
     assert "no complete checkpoint there" in capsys.readouterr().err

@@ -138,6 +138,7 @@ def test_metrics_that_cannot_be_written_stop_the_run(tmp_path: Path) -> None:
     ((result,),) = run_ranks(launch_all, 1, [arguments(tmp_path)])
     assert "cannot write metrics: No space left on device" in result.error
     assert str(tmp_path / "run" / "metrics.jsonl") in result.error
+    assert "During handling" not in result.error, "closing the file fails once more, which says nothing new"
     command = arguments(tmp_path, "other", metrics__enable_tensorboard=True)
     (result,) = run_ranks(launch_with_full_tensorboard, 1, command)
     assert "No space left on device" in result.error
