@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer.config import Config
-from trainer.config_arguments import Flags
-from trainer.config_check import check_config
-from trainer.config_file import ConfigError, load_config
-from trainer.config_text import format_config, format_help
+from trainer.config.arguments import Flags
+from trainer.config.check import check_config
+from trainer.config.load import ConfigError, load_config
+from trainer.config.schema import Config
+from trainer.config.text import format_config, format_help
 from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
 from trainer.log import setup_logging
 
@@ -37,9 +37,9 @@ def count_ranks(flags: Flags) -> int:
 def check(config: Config, flags: Flags) -> list[str]:
     """Return what is wrong between settings. Those left open are what the first launch of the run made of them."""
     problems = []
-    if flags.world_size and not flags.dry_run:
+    if flags.world_size and not (flags.dry_run or flags.print_config):
         problems.append(
-            f"--world-size {flags.world_size}\nIt is how many ranks a dry run pretends to have. Add --dry-run, or "
+            f"--world-size {flags.world_size}\nIt is how many ranks --dry-run and --print-config take for given. Add one of them, or "
             f"start as many processes: torchrun --nproc-per-node {flags.world_size} train.py ..."
         )
     if config.checkpoint.enable and not flags.dry_run:

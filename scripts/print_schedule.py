@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.config_file import ConfigError, load_config
+from trainer.config.load import ConfigError, load_config
 from trainer.door import EXIT_REFUSED, open_door
 from trainer.schedule import build_schedule
 

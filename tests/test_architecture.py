@@ -13,6 +13,10 @@ FLOORS = [
     ("trainer.config", 0),
     ("trainer.models.llama.config", 0),
     ("trainer.log", 0),
+    ("trainer.metrics.speed", 0),
+    ("trainer.metrics.clock", 0),
+    ("trainer.metrics.report", 0),
+    ("trainer.metrics.lines", 0),
     ("trainer.door", 0),
     ("trainer.models", 1),
     ("trainer.data", 1),
@@ -31,6 +35,7 @@ FLOORS = [
     ("trainer.build", 4),
     ("trainer.describe", 4),
     ("trainer.loop", 4),
+    ("trainer.parity", 4),
     ("train", 5),
     ("scripts", 5),
 ]

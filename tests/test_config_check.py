@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainer.config import Config, replace
-from trainer.config_check import accumulation_steps, check_config, dp_degrees, resolve_global_batch_size
+from trainer.config.check import accumulation_steps, check_config, dp_degrees, resolve_global_batch_size
+from trainer.config.schema import Config, replace
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, settings
-from trainer.config_file import load_config
-from trainer.config_v02 import RENAMED, UNSUPPORTED
+from trainer.config.load import load_config
+from trainer.config.schema import Config, settings
+from trainer.config.v02 import RENAMED, UNSUPPORTED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")

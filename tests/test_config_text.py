@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import tomli
 
-from trainer.config import Config, replace, settings
-from trainer.config_file import load_config
-from trainer.config_text import format_config, format_help, to_toml
-from trainer.config_values import write_value
+from trainer.config.load import load_config
+from trainer.config.schema import Config, replace, settings
+from trainer.config.text import format_config, format_help, to_toml
+from trainer.config.values import write_value
 
 SETTINGS = settings(Config)
 HARD_TEXTS = [

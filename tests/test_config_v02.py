@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, get, settings
-from trainer.config_check import check_config
-from trainer.config_file import ConfigError, load_config
-from trainer.config_names import NAMES
-from trainer.config_v02 import INERT, RENAMED, UNSUPPORTED
+from trainer.config.check import check_config
+from trainer.config.load import ConfigError, load_config
+from trainer.config.names import NAMES
+from trainer.config.schema import Config, get, settings
+from trainer.config.v02 import INERT, RENAMED, UNSUPPORTED
 
 # The shape of v0.2.0's 8B file: what it sets, section by section.
 LLAMA3_8B = """

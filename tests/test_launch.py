@@ -13,8 +13,8 @@ from ranks import run_ranks
 from tiny_run import arguments, launch_all, write_dataset
 
 from trainer import memory
-from trainer.config import Config, replace
-from trainer.config_file import ConfigError, load_config
+from trainer.config.load import ConfigError, load_config
+from trainer.config.schema import Config, replace
 from trainer.distributed import Place
 from trainer.launch import Launch, estimate_launch, plan_launch
 from trainer.memory import GIB, device_capacity_bytes, estimate_memory

@@ -1,192 +1,180 @@
 """The law on the smallest scale: a mesh changes where numbers are computed, not what they are."""
 
 import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from trainer.config.load import load_config
 
-from trainer.data.batches import Microbatch, TrainingData
-from trainer.data.rows import Rows
-from trainer.loss import UNCOUNTED, count_labels, sum_token_losses
+from trainer.config.schema import replace
+from trainer.distributed import find_place
 from trainer.models.llama.config import DEBUG
 from trainer.models.llama.model import Llama, initial_std
 from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
-from trainer.optim import Optimizer
-from trainer.parallel.accumulate import build_accumulate
-from trainer.parallel.compile import build_sum_losses
-from trainer.parallel.gradients import clip_gradients
-from trainer.parallel.graph_report import GraphReport
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import DATA_AXES, Mesh, build_mesh
 from trainer.parallel.parallelize import Layout, initialize, parallelize
-from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
-from trainer.parallel.tensor import build_loss
+from trainer.parity.case import Case
+from trainer.parity.choose import TINY_ARGUMENTS, choose_full, choose_quick, list_meshes, settle
+from trainer.parity.train import Result
+from trainer.parity.verify import FLOAT32_BOUND, Row, find_excess, measure_distance, verify
 
-# Float32 sums in another order; measured 1e-7 (loss, norm) and 7e-7 (weights) after 20 steps on four ranks.
-RELATIVE = 1e-5
-ABSOLUTE = 1e-5
-
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "verify_parity.py"
+# 8 of the command's 20 steps, which are enough for all labels to be seen once, and 8 rows a step, as few as 4 ranks
+# and two microbatches allow.
+BASE = replace(
+    settle(load_config(TINY_ARGUMENTS).config, processes=2), {"training.steps": 8, "training.global_batch_size": 8}
+)
 SHAPE = dataclasses.replace(DEBUG, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=50, vocab_size=257)
-SEQ_LEN, GLOBAL_ROWS, STEPS = 16, 8, 8
-FLOAT32 = Precision(torch.float32, torch.float32)
+RECOMPUTE = ("full", "selective 2", "selective op")
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-    local_rows: int = 2
-    optimizer: str = "AdamW"
-    backend: str = "eager"
-    tied: bool = False
-    loss_inside: bool = True
-    loss_parallel: bool = True
-    regather: bool = True
-    recompute: str = "none"
-    option: str = ""
-    memory_budget: float = 1.0
-    precision: Precision = FLOAT32
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.shard * self.tp
-
-
-def tokens() -> Any:
-    # 101 tokens make a short last row, so that counted labels differ between ranks in some step.
-    return torch.randint(0, 257, (101 + 6 * SEQ_LEN,), generator=torch.Generator().manual_seed(5)).numpy()
-
-
-def train(rank: int, case: Case) -> dict[str, Any]:
-    """Train a tiny Llama and return losses, gradient norms, final weights and counted labels."""
-    mesh = build_mesh(torch.device("cpu"), dp_replicate=case.replicate, dp_shard=case.shard, tp=case.tp)
-    shape = dataclasses.replace(SHAPE, tie_embeddings=case.tied)
-    with torch.device("meta"):
-        model = Llama(shape)
-    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, case.precision, case.recompute, case.option))
-    initialize(model, torch.device("cpu"), initial_std(shape), seed=0)
-    optimizer = Optimizer(dict(model.named_parameters()), name=case.optimizer, weight_decay=0.1, no_decay=("*norm*",))
-    sum_losses = build_sum_losses(
-        model,
-        build_loss(sum_token_losses, mesh, vocab_size=257, uncounted=UNCOUNTED, loss_parallel=case.loss_parallel),
-        enable=case.backend != "eager",
-        backend=case.backend,
-        loss_inside=case.loss_inside,
-        partition=Partition(case.regather, case.memory_budget),
-        report=GraphReport(mesh.axis_of_group()),
-    )
-    accumulate = build_accumulate(sum_losses)
-    data = TrainingData(
-        Rows(tokens(), SEQ_LEN),
-        seed=0,
-        global_batch_size=GLOBAL_ROWS,
-        local_batch_size=case.local_rows,
-        data_rank=mesh.data_rank,
-        data_ranks=mesh.data_ranks,
-    )
-    result: dict[str, Any] = {"loss": [], "norm": [], "labels": []}
-    for step in range(STEPS):
-        microbatches: list[Microbatch] = data.microbatches(step)
-        labels = torch.stack([count_labels(rows.labels_BT) for rows in microbatches]).sum()
-        divisor = mesh.sum(labels)
-        loss = mesh.sum(accumulate(microbatches, divisor))
-        norm = clip_gradients(model.parameters(), 0.3, mesh)
-        optimizer.step(0.01, torch.zeros(()))
-        result["loss"].append(loss.item())
-        result["norm"].append(norm.item())
-        result["labels"].append(int(labels))
-    result["weights"] = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-    return result
-
-
-def train_cases(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return [train(rank, case) for case in cases]
-
-
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=RELATIVE, atol=0.0)
-    torch.testing.assert_close(actual["norm"], expected["norm"], rtol=RELATIVE, atol=0.0)
-    assert actual["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][name], weight, rtol=0.0, atol=ABSOLUTE, msg=name)
-
-
-ALONE = [Case(local_rows=8, optimizer=optimizer, tied=tied) for optimizer in ("AdamW", "SGD") for tied in (False, True)]
 TWO_RANKS = [
+    Case(microbatches=4, optimizer="SGD"),
     Case(shard=2),
-    Case(replicate=2, local_rows=4),
-    Case(shard=2, optimizer="SGD", local_rows=1),
+    Case(shard=2, regather=False),
+    *(Case(shard=2, recompute=recompute) for recompute in RECOMPUTE),
+    Case(shard=2, optimizer="SGD", microbatches=4),
     Case(shard=2, tied=True, optimizer="SGD"),
+    Case(replicate=2, microbatches=2),
+    Case(tp=2, optimizer="SGD"),
+    Case(tp=2, tied=True, microbatches=2, loss_parallel=False),
+    Case(shard=2, fsdp2=True, optimizer="SGD"),
     Case(shard=2, backend="aot_eager"),
+    Case(shard=2, backend="aot_eager", optimizer="SGD"),
     Case(shard=2, backend="aot_eager", loss_inside=False, tied=True, regather=False),
-    Case(tp=2, local_rows=8, optimizer="SGD"),
-    Case(tp=2, local_rows=4, tied=True, loss_parallel=False),
-    Case(tp=2, local_rows=8, backend="aot_eager"),
+    Case(tp=2, backend="aot_eager"),
+    Case(shard=2),  # the same bits as the first time
 ]
 FOUR_RANKS = [
     Case(shard=4),
     Case(replicate=2, shard=2, optimizer="SGD"),
     Case(replicate=4, tied=True),
-    Case(replicate=2, shard=2, backend="aot_eager"),
+    Case(tp=4, optimizer="SGD"),
     Case(shard=2, tp=2, optimizer="SGD"),
     Case(replicate=2, tp=2, tied=True, optimizer="SGD"),
     Case(shard=2, tp=2, tied=True, backend="aot_eager"),
 ]
-RECOMPUTE = [("full", ""), ("selective", "2"), ("selective", "op")]
+SLOW = [
+    *(Case(shard=2, backend="aot_eager", recompute=recompute) for recompute in (*RECOMPUTE, "memory_budget 0.3")),
+    Case(tp=2, backend="aot_eager", recompute="full"),
+    Case(replicate=2, shard=2, backend="aot_eager"),
+    Case(shard=4, precision="bfloat16"),
+    Case(shard=2, tp=2, precision="bfloat16", optimizer="SGD"),
+]
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, bool], dict[str, Any]]:
-    (results,) = run_ranks(train_cases, 1, ALONE)
-    return {(case.optimizer, case.tied): result for case, result in zip(ALONE, results, strict=True)}
+def check(rank: int, cases: list[Case]) -> list[Row]:
+    place = dataclasses.replace(find_place(), device=torch.device("cpu"))
+    return list(verify(cases, BASE, place))
 
 
-@pytest.mark.parametrize("cases", [TWO_RANKS, FOUR_RANKS], ids=["2", "4"])
-def test_a_mesh_changes_no_loss_norm_or_weight(cases: list[Case], alone: dict[Any, dict[str, Any]]) -> None:
-    per_rank = run_ranks(train_cases, cases[0].ranks, cases)
-    for case, results in zip(cases, zip(*per_rank, strict=True), strict=True):
-        for result in results:
-            assert_same(result, alone[case.optimizer, case.tied])
-        counted = {tuple(result["labels"]) for result in results}
-        assert len(counted) > 1 or case.tp == case.ranks, "the data was meant to give ranks different numbers of labels"
+def failures_of(cases: list[Case], ranks: int) -> dict[str, Any]:
+    rows, *others = run_ranks(check, ranks, cases, timeout_seconds=400)
+    assert all(rows == other for other in others), "every rank is given the same table"
+    assert [row.case for row in rows] == cases
+    return {str(row.case): row.failures for row in rows if row.failures}
 
 
-def test_recomputing_changes_no_bit_in_eager() -> None:
-    cases = [Case(shard=2), *(Case(shard=2, recompute=mode, option=option) for mode, option in RECOMPUTE)]
-    for plain, *others in run_ranks(train_cases, 2, cases):
-        for other in others:
-            assert other["loss"] == plain["loss"]
-            assert other["norm"] == plain["norm"]
-            assert all(torch.equal(weight, other["weights"][name]) for name, weight in plain["weights"].items())
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [(TWO_RANKS, 2), (FOUR_RANKS, 4), pytest.param(SLOW, 4, marks=pytest.mark.slow)],
+    ids=["2", "4", "slow"],
+)
+def test_a_mesh_changes_no_loss_norm_or_weight(cases: list[Case], ranks: int) -> None:
+    assert failures_of(cases, ranks) == {}
+
+
+def check_with_means(rank: int, cases: list[Case]) -> list[Row]:
+    """Let sums over data ranks be means, as a communication backend or an average in a wrapper would make them."""
+    right = Mesh.sum
+
+    def wrong(mesh: Mesh, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
+        ranks = math.prod(mesh.axes[axis].size() for axis in over)
+        return right(mesh, value, over) / ranks
+
+    Mesh.sum = wrong  # type: ignore[method-assign]
+    return check(rank, cases)
+
+
+def test_a_mean_in_the_place_of_a_sum_fails_with_sgd_though_the_loss_is_right() -> None:
+    (row,), _ = run_ranks(check_with_means, 2, [Case(shard=2, optimizer="SGD")])
+    assert any(failure.startswith("norm") for failure in row.failures), row
+
+
+def test_a_value_that_is_not_finite_is_beyond_any_bound() -> None:
+    good = Result([1.0, 1.0], [1.0, 1.0], weights={"w": torch.ones(2)})
+    for bad in (
+        dataclasses.replace(good, losses=[1.0, math.nan]),
+        dataclasses.replace(good, norms=[math.inf, 1.0]),
+        dataclasses.replace(good, weights={"w": torch.tensor([1.0, math.nan])}),
+    ):
+        assert len(list(find_excess(measure_distance(bad, good), FLOAT32_BOUND))) == 1
+    assert not list(find_excess(measure_distance(good, good), FLOAT32_BOUND))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
+def test_the_quick_selection_has_every_kind_of_mesh_and_every_choice(processes: int) -> None:
+    base = settle(load_config(TINY_ARGUMENTS).config, processes)
+    cases = choose_quick(base, processes, is_tiny=True)
+    meshes, _ = list_meshes(base, processes)
+    assert {case.mesh for case in meshes} == {case.mesh for case in cases}
+    assert all(processes % case.ranks == 0 for case in cases)
+    kinds = {(case.replicate > 1, case.shard > 1, case.tp > 1) for case in cases}
+    assert len(kinds) == {1: 1, 2: 4, 3: 3, 4: 7, 8: 8}[processes]
+    values: dict[str, set[Any]] = {
+        name: {getattr(case, name) for case in cases} for name in ("backend", "optimizer", "precision", "recompute")
+    }
+    assert values["backend"] == {"eager", "aot_eager", "inductor"}
+    assert values["optimizer"] == {"SGD", "AdamW"}
+    assert values["precision"] == {"float32", "bfloat16"}
+    assert values["recompute"] == {"none", *RECOMPUTE, "memory_budget 0.3"}
+    assert {case.microbatches for case in cases} == {1, 2, 4}
+    assert {case.tied for case in cases} == {case.regather for case in cases} == {False, True}
+    assert set(cases) <= set(choose_full(base, processes, is_tiny=True))
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--processes", "0"], "at least 1"),
+        (["--quick", "--full"], "not allowed with"),
+        (["--training.seq_lem", "8"], "training.seq_len"),
+        (["--config", "nowhere"], "nowhere"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_follow(arguments: list[str], said: str) -> None:
+    done = run_command(*arguments)
+    assert done.returncode == 2, done
+    assert said in done.stderr
 
 
 @pytest.mark.slow
-def test_recomputing_in_the_graph_changes_nothing(alone: dict[Any, dict[str, Any]]) -> None:
-    cases = [Case(shard=2, backend="aot_eager", recompute=mode, option=option) for mode, option in RECOMPUTE]
-    cases += [Case(tp=2, local_rows=8, backend="aot_eager", recompute="full")]
-    cases += [Case(shard=2, backend="aot_eager", memory_budget=0.3)]
-    for results in run_ranks(train_cases, 2, cases, timeout_seconds=300):
-        for result in results:
-            assert_same(result, alone["AdamW", False])
-
-
-def test_the_number_of_microbatches_changes_nothing(alone: dict[Any, dict[str, Any]]) -> None:
-    cases = [Case(local_rows=rows, optimizer="SGD") for rows in (1, 2, 4)]
-    (results,) = run_ranks(train_cases, 1, cases)
-    for result in results:
-        assert_same(result, alone["SGD", False])
-
-
-def test_the_same_seed_gives_the_same_bits() -> None:
-    first, second = (run_ranks(train_cases, 2, [Case(shard=2)]) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        assert one[0]["loss"] == other[0]["loss"]
-        assert one[0]["norm"] == other[0]["norm"]
-        assert all(torch.equal(weight, other[0]["weights"][name]) for name, weight in one[0]["weights"].items())
+def test_the_command_checks_the_model_of_a_config_and_writes_the_table(tmp_path: Path) -> None:
+    shrink = [
+        "--model.args.n_layers=2",
+        "--model.args.dim=64",
+        "--training.seq_len=32",
+        "--training.global_batch_size=8",
+    ]
+    table = tmp_path / "table.md"
+    done = run_command(
+        "--config", "llama3_debug", "--processes", "2", "--device", "cpu", "--markdown", str(table), *shrink
+    )
+    assert done.returncode == 0, done
+    assert "all PASS" in done.stdout
+    assert "| FSDP 2, eager, SGD, fp32 |" in table.read_text()
 
 
 def gradients_of(rank: int) -> dict[str, Any]:

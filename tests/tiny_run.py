@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.build import Run, build_run
-from trainer.config_file import load_config
+from trainer.config.load import load_config
 from trainer.distributed import find_place
 from trainer.launch import plan_launch
 from trainer.log import setup_logging

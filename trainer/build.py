@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state
-from trainer.config import Config
-from trainer.config_check import dp_degrees
-from trainer.config_file import ConfigError
+from trainer.config.check import dp_degrees
+from trainer.config.load import ConfigError
+from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
 from trainer.data.rows import Rows
@@ -27,7 +27,8 @@ from trainer.distributed import Place, check_agreement, gather_objects, host_gro
 from trainer.interrupt import Interrupt
 from trainer.launch import DTYPES, Launch, build_shape
 from trainer.loss import UNCOUNTED, sum_token_losses
-from trainer.metrics import Metrics, build_metrics
+from trainer.metrics.peak_flops import Peak, peak_flops
+from trainer.metrics.writer import Metrics, build_metrics
 from trainer.models.registry import FAMILIES
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
@@ -38,7 +39,6 @@ from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
-from trainer.peak_flops import Peak, peak_flops
 from trainer.schedule import Schedule, build_schedule
 
 log = logging.getLogger(__name__)

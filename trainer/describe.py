@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.build import build_mesh_of, build_sharded_model
-from trainer.config import Config
-from trainer.config_check import accumulation_steps, resolve_global_batch_size
+from trainer.config.check import accumulation_steps, resolve_global_batch_size
+from trainer.config.schema import Config
 from trainer.launch import build_shape, estimate_launch
 from trainer.models.registry import FAMILIES
 from trainer.optim import split_by_decay

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.config_file import ConfigError
+from trainer.config.load import ConfigError
 from trainer.door import EXIT_FAILED
 
 log = logging.getLogger(__name__)

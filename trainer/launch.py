@@ -18,9 +18,9 @@ import torch
 
 from trainer.checkpoint.folder import find_checkpoint
 from trainer.checkpoint.load import read_state
-from trainer.config import Config, experiment_half, replace
-from trainer.config_check import check_config, dp_degrees, resolve_global_batch_size
-from trainer.config_file import ConfigError
+from trainer.config.check import check_config, dp_degrees, resolve_global_batch_size
+from trainer.config.load import ConfigError
+from trainer.config.schema import Config, experiment_half, replace
 from trainer.data.prepare import Prepared, SourceError, encode, open_sources
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed import Place

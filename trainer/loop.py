@@ -22,7 +22,7 @@ from trainer.build import Run, checkpoint_tensors, random_tensors
 from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.together import run_together
-from trainer.config_text import to_toml
+from trainer.config.text import to_toml
 from trainer.data.batches import Microbatch
 from trainer.describe import describe
 from trainer.distributed import HostCopy, gather_objects, set_timeout
@@ -30,9 +30,9 @@ from trainer.evaluate import evaluate
 from trainer.generate import before_stop, generate
 from trainer.launch import checkpoint_folder
 from trainer.loss import count_labels
+from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.gradients import clip_gradients
-from trainer.step_report import StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Loop:
         self._unread = latest
         self._after_first_step()
         interrupted = run.interrupt.agreed() or self._validate_if_due()
-        if interrupted or run.state.step % run.config.checkpoint.interval == 0:
+        if run.state.step % run.config.checkpoint.interval == 0:
             self._save()
         return interrupted
 

@@ -1,7 +1,7 @@
 """A file of one JSON object a line that a killed run leaves readable and a resumed run continues in place.
 
 Owns `metrics.jsonl`: appending, cutting back to the step a run resumes from, and keeping an older run's file.
-What the objects hold is decided in `metrics.py`; here only `step` has a meaning.
+What the objects hold is decided in `writer.py`; here only `step` has a meaning.
 """
 
 import json

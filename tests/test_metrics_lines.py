@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.metrics_file import MetricsFile
+from trainer.metrics.lines import MetricsFile
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """One value of one setting: what it may be, how it reads from a command line, how it is written as TOML.
 
-Knows the facts that `config.py` declares about a setting and no setting by name. Where values come from and which one
-wins is `config_file.py`.
+Knows the facts that `schema.py` declares about a setting and no setting by name. Where values come from and which one
+wins is `load.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Kind:
 
 
 def kind_of(setting: Setting) -> Kind:
-    """Return the kind of a setting from its annotation, which `config.py` keeps as text."""
+    """Return the kind of a setting from its annotation, which `schema.py` keeps as text."""
     text = str(setting.type)
     is_optional = text.endswith(" | None")
     text = text.removesuffix(" | None")

@@ -1,7 +1,7 @@
 import pytest
 
-from trainer.speed import Peak, Speed, compute_speed
-from trainer.step_clock import Totals
+from trainer.metrics.clock import Totals
+from trainer.metrics.speed import Peak, Speed, compute_speed
 
 LAP = Totals(steps=5, timed_steps=4, timed_tokens=8000, timed_seconds=2.0)
 

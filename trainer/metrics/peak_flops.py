@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.speed import Peak
+from trainer.metrics.speed import Peak
 
 
 class _Device(NamedTuple):

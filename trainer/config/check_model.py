@@ -1,6 +1,6 @@
 """Rules of the model's shape, and of what tensor parallelism and recomputation can do with that shape.
 
-Part of `config_check.py`, which has the other rules between settings.
+Part of `check.py`, which has the other rules between settings.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from trainer.config import Config
-from trainer.config_arithmetic import divisors, list_some
-from trainer.config_values import list_words, nearest_hint, write_value
+from trainer.config.arithmetic import divisors, list_some
+from trainer.config.schema import Config
+from trainer.config.values import list_words, nearest_hint, write_value
 from trainer.models.llama.config import FLAVORS, LlamaConfig, build_llama_config
 
 BY_OPERATION = "op"

@@ -1,7 +1,7 @@
 """The command line as written: the doors' own flags, and `--section.key value` for every setting.
 
 Owns spelling only: aliases of flags, `-` for `_`, the forms of a switch. Whether a setting exists and takes the value
-is `config_file.py`.
+is `load.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, settings
-from trainer.config_v02 import INERT, RENAMED, UNSUPPORTED
-from trainer.config_values import COMMAND_LINE, SWITCH_WORDS, Given, kind_of
+from trainer.config.schema import Config, settings
+from trainer.config.v02 import INERT, RENAMED, UNSUPPORTED
+from trainer.config.values import COMMAND_LINE, SWITCH_WORDS, Given, kind_of
 
 FLAGS = {
     "config": "File that holds the settings: a path, or a name in configs/ (with or without .toml).",

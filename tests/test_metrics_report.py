@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from trainer.speed import Speed
-from trainer.step_clock import Totals
-from trainer.step_report import Memory, StepMetrics, StepReport
+from trainer.metrics.clock import Totals
+from trainer.metrics.report import Memory, StepMetrics, StepReport
+from trainer.metrics.speed import Speed
 
 METRICS = StepMetrics(step=10, loss=6.12341, max_loss=6.5, grad_norm=1.23451, lr=8e-4, tokens_seen=81920)
 SPEED = Speed(step_seconds=0.83, tps=12345.4, tps_global=24690.8, tflops=1.234, mfu_percent=12.341)

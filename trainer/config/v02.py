@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from trainer.config import Config, get
-from trainer.config_values import NONE, SWITCH_WORDS, Given, list_words, write_value
+from trainer.config.schema import Config, get
+from trainer.config.values import NONE, SWITCH_WORDS, Given, list_words, write_value
 
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",

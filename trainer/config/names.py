@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainer.config import Config, settings
-from trainer.config_arguments import FLAGS
-from trainer.config_v02 import INERT, RENAMED, UNSUPPORTED
-from trainer.config_values import Given, list_words, nearest
+from trainer.config.arguments import FLAGS
+from trainer.config.schema import Config, settings
+from trainer.config.v02 import INERT, RENAMED, UNSUPPORTED
+from trainer.config.values import Given, list_words, nearest
 
 SETTINGS = settings(Config)
 NAMES = frozenset([*SETTINGS, *RENAMED, *UNSUPPORTED, *INERT])

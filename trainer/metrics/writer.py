@@ -2,7 +2,7 @@
 
 Takes plain floats that were already read from the device, so nothing here waits for it. A resumed run continues each
 curve in place: no step appears twice. Ranks that do not write make the same calls, which do nothing there.
-The formulas are in `speed.py`, names and formats in `step_report.py`, time in `step_clock.py`.
+The formulas are in `speed.py`, names and formats in `report.py`, time in `clock.py`.
 """
 
 import logging
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from trainer.log import terminal_takes_color
-from trainer.metrics_file import MetricsFile
-from trainer.speed import Peak, compute_speed
-from trainer.step_clock import Apart, StepClock
-from trainer.step_report import GIB, Memory, StepMetrics, StepReport, join_fields, memory_field
+from trainer.metrics.clock import Apart, StepClock
+from trainer.metrics.lines import MetricsFile
+from trainer.metrics.report import GIB, Memory, StepMetrics, StepReport, join_fields, memory_field
+from trainer.metrics.speed import Peak, compute_speed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -1,6 +1,6 @@
 """The configuration tree: every setting, its default, unit, meaning, and half.
 
-Owns the schema only: reading files and command lines is `config_file.py`, rules between settings are `config_check.py`.
+Owns the schema only: reading files and command lines is `load.py`, rules between settings are `check.py`.
 Section and key names are torchtitan v0.2's where the feature exists there.
 
 Each field belongs to one half. *Experiment* fields decide the numbers of a step; a checkpoint stores them, and a resume

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from trainer.config import Config, get
-from trainer.config_arguments import FLAGS
-from trainer.config_file import Loaded
-from trainer.config_names import SETTINGS
-from trainer.config_values import Setting, describe_choices, describe_range, kind_of, write_value
+from trainer.config.arguments import FLAGS
+from trainer.config.load import Loaded
+from trainer.config.names import SETTINGS
+from trainer.config.schema import Config, get
+from trainer.config.values import Setting, describe_choices, describe_range, kind_of, write_value
 
 WIDTH = 100
 INDENT = " " * 6

@@ -1,7 +1,7 @@
 """Rules between settings: mesh, batch, optimizer, schedule, and settings that would have no effect.
 
 Pure arithmetic, so that an impossible run stops before any process group exists. What one setting may be on its own is
-`config.py`, what the model's shape allows `config_check_model.py`; what needs the disk (tokenizer, data, checkpoints)
+`schema.py`, what the model's shape allows `check_model.py`; what needs the disk (tokenizer, data, checkpoints)
 is checked where that is opened.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config import Config, get, settings
-from trainer.config_arithmetic import count_of, divisors, list_some
-from trainer.config_check_model import check_model
-from trainer.config_values import list_words, nearest_hint, write_value
+from trainer.config.arithmetic import count_of, divisors, list_some
+from trainer.config.check_model import check_model
+from trainer.config.schema import Config, get, settings
+from trainer.config.values import list_words, nearest_hint, write_value
 
 
 def check_config(config: Config, world_size: int) -> list[str]:

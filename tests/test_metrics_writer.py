@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.metrics import StepMetrics, build_metrics
-from trainer.speed import Peak
-from trainer.step_clock import StepClock
+from trainer.metrics.clock import StepClock
+from trainer.metrics.speed import Peak
+from trainer.metrics.writer import StepMetrics, build_metrics
 
 SECONDS, FIRST_SECONDS, TOKENS = 2.0, 30.0, 8000
 FLOPS_PER_TOKEN, PEAK, RANKS = 6e9, Peak(50e12, "by hand"), 4

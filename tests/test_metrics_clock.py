@@ -2,7 +2,7 @@ import contextlib
 
 import pytest
 
-from trainer.step_clock import StepClock
+from trainer.metrics.clock import StepClock
 
 
 class Now:

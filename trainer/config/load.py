@@ -1,8 +1,8 @@
 """From a command line to a configuration: defaults, then the files (`extends` first), then `--section.key value`.
 
 Owns precedence, the origin of every value, and the list of all problems at once. How files and command lines are read
-is `config_toml.py` and `config_arguments.py`, which names exist `config_names.py`, what a value may be
-`config_values.py`, and what v0.2's names mean `config_v02.py`.
+is `files.py` and `arguments.py`, which names exist `names.py`, what a value may be
+`values.py`, and what v0.2's names mean `v02.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, replace
-from trainer.config_arguments import Arguments, Flags, read_arguments
-from trainer.config_names import NAMES, SETTINGS, find_unknown, is_known, suggest
-from trainer.config_toml import find_file, read_files
-from trainer.config_v02 import RENAMED, UNSUPPORTED, VALUE_ALIASES, VALUE_HINTS, find_refusal
-from trainer.config_values import Given, check_value, read_text
+from trainer.config.arguments import Arguments, Flags, read_arguments
+from trainer.config.files import find_file, read_files
+from trainer.config.names import NAMES, SETTINGS, find_unknown, is_known, suggest
+from trainer.config.schema import Config, replace
+from trainer.config.v02 import RENAMED, UNSUPPORTED, VALUE_ALIASES, VALUE_HINTS, find_refusal
+from trainer.config.values import Given, check_value, read_text
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT = "default"
 
 Check = Callable[[Config, Flags], list[str]]

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import peak_flops as module
-from trainer.peak_flops import peak_flops
-from trainer.speed import Peak
+from trainer.metrics import peak_flops as module
+from trainer.metrics.peak_flops import peak_flops
+from trainer.metrics.speed import Peak
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 MEASURED = Peak(1.0, "measured")

@@ -1,6 +1,6 @@
 """TOML files as written: finding one by path or name, following `extends`, and the line of every key.
 
-Yields what the files say, base first. Whether a setting exists and takes the value is `config_file.py`.
+Yields what the files say, base first. Whether a setting exists and takes the value is `load.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli
 
-from trainer.config_values import Given, list_words, nearest
+from trainer.config.values import Given, list_words, nearest
 
 EXTENDS = "extends"
 _HEADER = re.compile(r"\s*\[\[?([^\[\]]+)\]")

@@ -1,6 +1,6 @@
 """The numbers of one logged step and the three forms they take: console line, JSON object, TensorBoard curves.
 
-Knows the names users know (the v0.2 tags and line format), not where the forms are written, which is `metrics.py`.
+Knows the names users know (the v0.2 tags and line format), not where the forms are written, which is `writer.py`.
 """
 
 import math
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.log import paint
-from trainer.speed import Speed
-from trainer.step_clock import Totals
+from trainer.metrics.clock import Totals
+from trainer.metrics.speed import Speed
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ pipeline parallel ranks), which is what v0.2 prints: the tokens of one data rank
 
 from typing import NamedTuple
 
-from trainer.step_clock import Totals
+from trainer.metrics.clock import Totals
 
 
 class Peak(NamedTuple):
