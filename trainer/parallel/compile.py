@@ -80,7 +80,7 @@ def build_backend(
     name: str, partition: Partition, report: GraphReport
 ) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
     """Return the backend for torch.compile that cuts joint graphs with `partition` and runs the parts with `name`."""
-    partition = replace(partition, record=report.record)
+    partition = replace(partition, record=report.record, axes=tuple(sorted(report.axes.items())))
     if name == "aot_eager":
         return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
     from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here

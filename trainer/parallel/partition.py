@@ -2,6 +2,7 @@
 
 One function serves every compiler backend. Which values of a block are recomputed is already marked in the graph by
 `torch.utils.checkpoint`; here gathered parameters are marked, and the cut itself is PyTorch's min-cut partitioner.
+Both parts then go through the passes of `overlap/`, before any backend sees them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange, passes_key
+from trainer.parallel.overlap.find import WAIT, is_parameter
+from trainer.parallel.overlap.plan import check_patterns, find_modules
+
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 LAYOUT_CHANGES = {
@@ -45,17 +49,21 @@ class Partition(CustomPartitionerFn):
     """Cuts joint graphs. With `regather`, gathered parameters are gathered again in backward instead of kept.
 
     `memory_budget` is the part of activation memory, from 0 to 1, that the cut may use; below 1 the partitioner chooses
-    what else to compute again, by a knapsack of run time against bytes.
+    what else to compute again, by a knapsack of run time against bytes. `overlap` says how collectives are bucketed and
+    ordered, `axes` which mesh axis a process group is.
     """
 
     regather: bool
     memory_budget: float = 1.0
+    overlap: Overlap = PLAIN
+    axes: tuple[tuple[str, str], ...] = ()
     record: Callable[[GraphModule, GraphModule], None] | None = field(default=None, repr=False, compare=False)
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
         merge_repeated(gm)
         sum_shards_first(gm)
         mark_gathered(gm, self.regather)
+        check_patterns(self.overlap.modules, find_modules(gm) if self.overlap.modules else ())
         # The mesh is an input of the graph and has no size that the knapsack could count.
         budget = functorch_config.patch(
             activation_memory_budget=self.memory_budget, unsafe_treat_script_objects_as_zero_size=True
@@ -64,13 +72,15 @@ class Partition(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
             restore(forward)
             restore(backward)
+        for part in (forward, backward):
+            arrange(part, dict(self.axes), self.overlap)
         if self.record:
             self.record(forward, backward)
         return forward, backward
 
     def uuid(self) -> str:
         """Identify the outcome for compile caches: our own source and settings."""
-        return hashlib.sha256(Path(__file__).read_bytes() + repr(self).encode()).hexdigest()
+        return hashlib.sha256(Path(__file__).read_bytes() + f"{passes_key()} {self}".encode()).hexdigest()
 
 
 def find_parameter_values(gm: GraphModule) -> list[Node]:
@@ -81,7 +91,7 @@ def find_parameter_values(gm: GraphModule) -> list[Node]:
     source: dict[Node, Node] = {}
     values = []
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and _is_parameter(node):
+        if node.op == "placeholder" and is_parameter(node):
             source[node] = node
         elif node.op == "call_function":
             sources = {source.get(parent) for parent in node.all_input_nodes}
@@ -90,14 +100,6 @@ def find_parameter_values(gm: GraphModule) -> list[Node]:
                 source[node] = only
                 values.append(node)
     return values
-
-
-def _is_parameter(placeholder: Node) -> bool:
-    """Tell parameters from token ids and tangents: AOTAutograd calls a graph's inputs primals."""
-    value = placeholder.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor) and value.is_floating_point() and str(placeholder.target).startswith("primals")
-    )
 
 
 def merge_repeated(gm: GraphModule) -> None:

@@ -1,0 +1,178 @@
+"""Where starts and waits stand: each node of the graph is put in its place again, in one pass.
+
+Computation keeps its order. A weight's gather, and what leads from it to its first use, is put where it is needed: the
+wait before that use, the start before the wait of the stage before, so that it travels while that stage computes. A
+gradient's sum starts when its last part is there and is waited for when the next stage's sum has started.
+Memory is bounded by that: two stages of weights and two of gradients are on their way or in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from trainer.parallel.overlap.find import CASTS, LAYOUTS, Collective, find_weights
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A collective and the stage it belongs to."""
+
+    stage: int
+    collective: Collective
+
+
+def reorder(gm: GraphModule, staged: Sequence[Staged], *, overlap: bool) -> None:
+    """Put every node of `gm` in its place. Changes `gm`.
+
+    Without `overlap` a gather starts where it is waited for, and a sum is waited for where it starts; the graph is
+    sorted all the same.
+    """
+    order = _Order(gm, staged, overlap).place_all()
+    (output,) = gm.graph.find_nodes(op="output")
+    for node in order:
+        output.prepend(node)
+    gm.recompile()
+
+
+class _Order:
+    """The new order while it grows."""
+
+    def __init__(self, gm: GraphModule, staged: Sequence[Staged], overlap: bool) -> None:
+        self.graph = gm.graph
+        self.overlap = overlap
+        self.placed: dict[Node, None] = {}
+        gathers = [item for item in staged if item.collective.serves == "weight"]
+        sums = [item for item in staged if item.collective.serves == "gradient"]
+        # Placed when something reads them: functions of parameters, and casts and joins that lead to a sum.
+        self.on_demand = set(find_weights(gm))
+        for item in sums:
+            self.on_demand |= _find_copy_in(item.collective.start)
+        # Placed when all that they read is there: what follows a sum.
+        self.following = _find_following([item.collective.wait for item in sums])
+        self.sum_stage = {item.collective.start: item for item in sums}
+        self.held = {item.collective.wait for item in sums}
+        self.unwaited: dict[int, list[Staged]] = {}
+        self.stage_of_wait = {item.collective.wait: item.stage for item in gathers}
+        self.gathers = self._in_order_of_use(gathers)
+        self.next_stage = 0  # index in self.gathers of the first that has not started
+
+    def place_all(self) -> list[Node]:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+        if self.overlap:
+            self._start_gathers_through(0)
+        for node in self.graph.nodes:
+            if node.op != "output" and node not in self.on_demand and node not in self.following:
+                self._demand(node)
+        while self.unwaited:
+            self._wait_for_sums(min(self.unwaited))
+        for node in self.graph.nodes:
+            if node.op != "output":
+                self._demand(node)
+        return list(self.placed)
+
+    def _demand(self, node: Node) -> None:
+        """Place `node` after all that it reads."""
+        ahead = [node]
+        while ahead:
+            current = ahead[-1]
+            missing = [parent for parent in current.all_input_nodes if parent not in self.placed]
+            if missing:
+                ahead += reversed(missing)
+                continue
+            ahead.pop()
+            if current not in self.placed:
+                self._place(current)
+
+    def _place(self, node: Node) -> None:
+        if node in self.stage_of_wait and self.overlap:
+            self._start_gathers_through(self.stage_index[self.stage_of_wait[node]] + 1)
+        self.placed[node] = None
+        if node in self.sum_stage:
+            self._sum_started(self.sum_stage[node])
+        for user in node.users:
+            if user in self.following and user not in self.held and self._is_ready(user):
+                self._place(user)
+
+    def _is_ready(self, node: Node) -> bool:
+        return node not in self.placed and all(parent in self.placed for parent in node.all_input_nodes)
+
+    def _start_gathers_through(self, index: int) -> None:
+        while self.next_stage <= min(index, len(self.gathers) - 1):
+            stage = self.gathers[self.next_stage]
+            self.next_stage += 1
+            for item in stage:
+                self._demand(item.collective.start)
+
+    def _sum_started(self, item: Staged) -> None:
+        """Wait for the sums of the stages before, which had this stage's computation to finish in."""
+        level = item.collective.sums_before
+        if not self.overlap or any(other.stage != item.stage for other in self.unwaited.get(level, [])):
+            self._wait_for_sums(level)
+        if self.overlap:
+            self.unwaited.setdefault(level, []).append(item)
+        else:
+            self._wait_for(item)
+
+    def _wait_for_sums(self, level: int) -> None:
+        for item in self.unwaited.pop(level, []):
+            self._wait_for(item)
+
+    def _wait_for(self, item: Staged) -> None:
+        if item.collective.wait not in self.placed:
+            self._place(item.collective.wait)
+
+    def _in_order_of_use(self, gathers: Sequence[Staged]) -> list[list[Staged]]:
+        """Return the gathers by stage, stages in the order in which computation first reads from them."""
+        by_wait = {item.collective.wait: item for item in gathers}
+        stages: dict[int, list[Staged]] = {}
+        seen: set[Node] = set()
+        for node in self.graph.nodes:
+            if node in self.on_demand:
+                continue
+            ahead = [parent for parent in reversed(node.all_input_nodes) if parent in self.on_demand]
+            while ahead:
+                current = ahead.pop()
+                if current in seen:
+                    continue
+                seen.add(current)
+                if current in by_wait:
+                    item = by_wait[current]
+                    stages.setdefault(item.stage, []).append(item)
+                ahead += [parent for parent in reversed(current.all_input_nodes) if parent in self.on_demand]
+        for item in gathers:
+            if item.collective.wait not in seen:
+                stages.setdefault(item.stage, []).append(item)
+        self.stage_index = {stage: index for index, stage in enumerate(stages)}
+        return list(stages.values())
+
+
+def _find_copy_in(start: Node) -> set[Node]:
+    """Return the casts and joins that lead to `start` alone; up to a cast that makes values smaller."""
+    inside = {start}
+    ahead = list(start.all_input_nodes)
+    while ahead:
+        node = ahead.pop()
+        if node in inside or node.target not in LAYOUTS | CASTS or not set(node.users) <= inside:
+            continue
+        if node.target in CASTS and node.meta["val"].itemsize < node.args[0].meta["val"].itemsize:
+            continue
+        inside.add(node)
+        ahead += node.all_input_nodes
+    return inside - {start}
+
+
+def _find_following(waits: Sequence[Node]) -> set[Node]:
+    """Return the waits of sums and all that comes of them but the output."""
+    found: set[Node] = set()
+    ahead = list(waits)
+    while ahead:
+        node = ahead.pop()
+        if node.op != "output" and node not in found:
+            found.add(node)
+            ahead += node.users
+    return found
