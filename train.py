@@ -12,6 +12,7 @@ from trainer.config.schema import Config
 from trainer.config.text import format_config, format_help
 from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
 from trainer.log import setup_logging
+from trainer.resume import fill_from_checkpoint, find_resume
 
 
 def main(argv: list[str]) -> int:
@@ -39,14 +40,12 @@ def check(config: Config, flags: Flags) -> list[str]:
     problems = []
     if flags.world_size and not (flags.dry_run or flags.print_config):
         problems.append(
-            f"--world-size {flags.world_size}\nIt is how many ranks --dry-run and --print-config take for given. Add one of them, or "
-            f"start as many processes: torchrun --nproc-per-node {flags.world_size} train.py ..."
+            f"--world-size {flags.world_size}\nIt is how many ranks --dry-run and --print-config take for given. "
+            f"Add one of them, or start as many processes: torchrun --nproc-per-node {flags.world_size} train.py ..."
         )
     if config.checkpoint.enable and not flags.dry_run:
-        from trainer.launch import fill_from_checkpoint, find_resume
-
         try:
-            config = fill_from_checkpoint(config, find_resume(config).state)
+            config = fill_from_checkpoint(config, find_resume(config))
         except ValueError as error:
             problems.append(str(error))
     return problems + check_config(config, count_ranks(flags))

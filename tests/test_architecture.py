@@ -31,6 +31,7 @@ FLOORS = [
     ("trainer.parallel", 2),
     ("trainer.checkpoint", 3),
     ("trainer.evaluate", 3),
+    ("trainer.resume", 4),
     ("trainer.launch", 4),
     ("trainer.build", 4),
     ("trainer.describe", 4),

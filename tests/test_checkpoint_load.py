@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from trainer.checkpoint.load import load_tensors, read_state, saved_keys
+from trainer.checkpoint.load import load_tensors, saved_keys
 from trainer.checkpoint.manifest import seal_file
 from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.state import read_state
 
 MESHES = [(1,), (2,), (4,), (2, 2)]
 STATE = {"step": 5, "loss": 0.1 + 0.2, "names": ["a", "b"]}

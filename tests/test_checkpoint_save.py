@@ -16,9 +16,10 @@ from ranks import RankError, run_ranks
 
 from trainer.checkpoint import folder as folder_module
 from trainer.checkpoint.folder import find_checkpoint, list_checkpoints
-from trainer.checkpoint.load import load_tensors, read_state
+from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state
 from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.state import read_state
 
 NUM_VALUES = 50_000
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,11 @@ def test_the_settings_are_shown_with_their_origins(capsys: pytest.CaptureFixture
 
 
 def test_help_takes_less_than_a_second() -> None:
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--help"], capture_output=True, text=True)
-    seconds = time.monotonic() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Its own time: this machine may be busy with other tests.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert done.returncode == 0
     assert "--training.global_batch_size" in done.stdout
     loaded = "import sys; sys.argv = ['train.py', '--help']; import train; train.main(['--help']); print(*sys.modules)"

@@ -59,8 +59,8 @@ def test_settings_left_open_keep_what_the_first_launch_made_of_them(run: Path) -
     launch = plan(run, world_size=1, training__steps=3, **LEFT_OPEN)
     assert launch.config.training.global_batch_size == 4
     assert launch.config.lr_scheduler.total_steps == 3
-    assert launch.resume_from is not None
-    assert launch.resume_from.name == "step-3"
+    assert launch.resume.path is not None
+    assert launch.resume.path.name == "step-3"
 
 
 def test_a_changed_experiment_is_refused_by_name_unless_accepted(run: Path) -> None:
@@ -71,18 +71,18 @@ def test_a_changed_experiment_is_refused_by_name_unless_accepted(run: Path) -> N
     assert "--checkpoint.accept_changes optimizer.lr,optimizer.weight_decay" in problem
     (problem,) = problems_of(run, **changed, checkpoint__accept_changes="optimizer.lr")
     assert "optimizer.lr:" not in problem
-    assert plan(run, **changed, checkpoint__accept_changes="optimizer.lr,optimizer.weight_decay").resume_from
+    assert plan(run, **changed, checkpoint__accept_changes="optimizer.lr,optimizer.weight_decay").resume.path
 
 
 def test_changed_data_is_a_changed_experiment_and_moved_data_is_not(run: Path) -> None:
     settings = {**LEFT_OPEN, "training__steps": 3}
     moved = (run / "documents.jsonl").rename(run / "moved.jsonl")
-    assert plan(run, **settings, training__dataset_path=moved).resume_from
+    assert plan(run, **settings, training__dataset_path=moved).resume.path
     moved.write_text(moved.read_text().replace("Document 7", "Document 8"))
     (problem,) = problems_of(run, **settings, training__dataset_path=moved)
     assert "training.dataset: 'sha256 " in problem
     accepted = {"training__dataset_path": moved, "checkpoint__accept_changes": "training.dataset"}
-    assert plan(run, **settings, **accepted).resume_from
+    assert plan(run, **settings, **accepted).resume.path
 
 
 def test_a_step_that_is_not_there_is_refused(run: Path) -> None:

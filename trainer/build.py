@@ -35,8 +35,10 @@ from trainer.parallel.accumulate import Accumulate, build_accumulate
 from trainer.parallel.compile import build_sum_losses, choose_backend
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import Mesh, build_mesh
+from trainer.parallel.overlap.arrange import Overlap
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
+from trainer.parallel.self_test import check_collectives
 from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
 from trainer.schedule import Schedule, build_schedule
@@ -111,11 +113,12 @@ def build_run(launch: Launch, place: Place) -> Run:
     config = launch.config
     host, saving = host_group(config.comm.init_timeout_seconds), host_group(SAVE_TIMEOUT_SECONDS)
     check_agreement("The content of training.dataset and the tokenizer", launch.prepared.fingerprint, host)
-    check_agreement("The checkpoint to resume from", str(launch.resume_from and launch.resume_from.name), host)
+    check_agreement("The checkpoint to resume from", str(launch.resume.path and launch.resume.path.name), host)
     torch.manual_seed(config.debug.seed + place.rank)
     torch.use_deterministic_algorithms(config.debug.deterministic)
 
     mesh = build_mesh_of(config, place.device, place.world_size)
+    check_collectives(mesh, place.device)
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
     backend = _choose_backend(config, place, host)
@@ -137,7 +140,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     )
     optimizer = _build_optimizer(config, model)
     state = TrainState.start(place.device)
-    if launch.resume_from:
+    if launch.resume.path:
         _load(launch, place, checkpoint_tensors(model, optimizer), state, saving)
     return Run(
         config=config,
@@ -167,6 +170,12 @@ def build_partition(config: Config) -> Partition:
     return Partition(
         regather=config.parallelism.fsdp_reshard_after_forward != "never",
         memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
+        overlap=Overlap(
+            bucketing=config.compile.bucketing,
+            reorder=config.compile.reorder,
+            blocks=FAMILIES[config.model.name].blocks,
+            modules=config.compile.bucket_modules,
+        ),
     )
 
 
@@ -301,7 +310,7 @@ def _load(
     launch: Launch, place: Place, tensors: dict[str, Tensor], state: TrainState, group: dist.ProcessGroup
 ) -> None:
     """Continue from a checkpoint of any mesh; ranks it didn't have keep a fresh random state. Collective."""
-    path, rng = launch.resume_from, random_tensors(place.rank)
+    path, rng = launch.resume.path, random_tensors(place.rank)
     assert path is not None
 
     def is_random(key: str) -> bool:
@@ -312,6 +321,6 @@ def _load(
     except ValueError as error:  # the checkpoint's fault, raised on every rank
         raise ConfigError([str(error)]) from error
     restore_random_state({key.rsplit(".", 1)[1]: value for key, value in rng.items()})
-    state.step = launch.resume_state["step"]
-    state.tokens_seen.fill_(launch.resume_state["tokens_seen"])
+    state.step = launch.resume.state["step"]
+    state.tokens_seen.fill_(launch.resume.state["tokens_seen"])
     log.info(f"Resuming from {path}: step {state.step} is done, {int(state.tokens_seen):,} tokens seen")

@@ -10,14 +10,12 @@ import dataclasses
 import logging
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.folder import find_checkpoint
-from trainer.checkpoint.load import read_state
 from trainer.config.check import check_config, dp_degrees, resolve_global_batch_size
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config, experiment_half, replace
@@ -27,6 +25,7 @@ from trainer.distributed import Place
 from trainer.memory import MemoryEstimate, device_capacity_bytes, estimate_memory, format_bytes
 from trainer.models.registry import FAMILIES, Family
 from trainer.optim import split_by_decay
+from trainer.resume import Resume, check_experiment, fill_from_checkpoint, find_resume
 
 log = logging.getLogger(__name__)
 
@@ -41,29 +40,12 @@ class Launch:
     family: Family
     shape: Any
     prepared: Prepared
-    resume_from: Path | None
-    resume_state: dict[str, Any]
+    resume: Resume
 
     @property
     def experiment(self) -> dict[str, Any]:
         """The experiment half, the content of the data included, as a checkpoint stores it."""
         return experiment_half(self.config) | {"training.dataset": f"sha256 {self.prepared.fingerprint}"}
-
-
-@dataclass(frozen=True)
-class Resume:
-    """The checkpoint to continue from, and what it says besides its tensors; nothing for a fresh start."""
-
-    path: Path | None = None
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-def find_resume(config: Config) -> Resume:
-    """Find the checkpoint that `config` continues from. ValueError if it isn't there or is damaged."""
-    if not config.checkpoint.enable:
-        return Resume()
-    path = find_checkpoint(checkpoint_folder(config), config.checkpoint.load_step)
-    return Resume(path, read_state(path)) if path else Resume()
 
 
 def plan_launch(config: Config, place: Place) -> Launch:
@@ -73,7 +55,7 @@ def plan_launch(config: Config, place: Place) -> Launch:
         resume = find_resume(config)
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
-    config = fill_from_checkpoint(config, resume.state)
+    config = fill_from_checkpoint(config, resume)
     impossible = check_config(config, place.world_size)
     if impossible:
         raise ConfigError(problems + impossible)
@@ -81,8 +63,8 @@ def plan_launch(config: Config, place: Place) -> Launch:
     family, shape = FAMILIES[config.model.name], build_shape(config)
     problems += [*_check_memory(config, place), *_check_decay(config, family, shape)]
     prepared = _prepare(config, shape, problems)
-    launch = Launch(config, family, shape, prepared, resume.path, resume.state)
-    problems = _check_experiment(launch)
+    launch = Launch(config, family, shape, prepared, resume)
+    problems = check_experiment(launch.experiment, resume, accepted=set(config.checkpoint.accept_changes))
     if problems:
         raise ConfigError(problems)
     return launch
@@ -175,21 +157,6 @@ def _check_dump_folder(folder: Path) -> list[str]:
     return []
 
 
-def checkpoint_folder(config: Config) -> Path:
-    """Return where the run's checkpoints lie."""
-    return Path(config.job.dump_folder) / config.checkpoint.folder
-
-
-def fill_from_checkpoint(config: Config, state: dict[str, Any]) -> Config:
-    """Give settings that are left open what the first launch made of them."""
-    stored = state.get("experiment", {})
-    open_settings = {
-        "training.global_batch_size": config.training.global_batch_size == -1,
-        "lr_scheduler.total_steps": config.lr_scheduler.total_steps is None,
-    }
-    return replace(config, {name: stored[name] for name, is_open in open_settings.items() if is_open and stored})
-
-
 def _fill_from_launch(config: Config, world_size: int) -> Config:
     """Settle what is still left open. What only this machine decides stays as it is, for a launch on another one."""
     return replace(
@@ -232,26 +199,4 @@ def _check_vocabulary(config: Config, tokenizer: Tokenizer, shape: Any) -> list[
         f"model.args.vocab_size = {shape.vocab_size}: it must be at least the tokenizer's "
         f"{tokenizer.vocab_size} ids (model.tokenizer_path = {config.model.tokenizer_path!r}). Raise it, or "
         "use another tokenizer."
-    ]
-
-
-def _check_experiment(launch: Launch) -> list[str]:
-    """Compare the experiment half with the checkpoint's. Changes must be accepted by name."""
-    stored = launch.resume_state.get("experiment")
-    accepted = set(launch.config.checkpoint.accept_changes)
-    if stored is None:
-        return []
-    now = launch.experiment
-    changed = sorted(name for name in now.keys() | stored.keys() if now.get(name) != stored.get(name))
-    idle = accepted - set(changed)
-    if idle:
-        log.warning(f"checkpoint.accept_changes names settings that have not changed: {sorted(idle)}")
-    refused = [f"{name}: {now.get(name)!r} now, {stored.get(name)!r} there" for name in changed if name not in accepted]
-    if not refused:
-        return []
-    return [
-        f"These settings decide the numbers of the experiment and differ from {launch.resume_from}:\n"
-        + "\n".join(refused)
-        + "\nSet them back, start anew in another --job.dump_folder, or accept them by name with "
-        f"--checkpoint.accept_changes {','.join(changed)}"
     ]

@@ -28,11 +28,11 @@ from trainer.describe import describe
 from trainer.distributed import HostCopy, gather_objects, set_timeout
 from trainer.evaluate import evaluate
 from trainer.generate import before_stop, generate
-from trainer.launch import checkpoint_folder
 from trainer.loss import count_labels
 from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.gradients import clip_gradients
+from trainer.resume import checkpoint_folder
 
 log = logging.getLogger(__name__)
 

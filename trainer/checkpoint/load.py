@@ -5,7 +5,6 @@ used. Reads with the planner and reader of torch.distributed.checkpoint (DCP) bu
 nothing in the folder can run code. Which checkpoint to load is `folder.py`'s question.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.checkpoint.manifest import Manifest, read_manifest, read_sealed, verify_file
+from trainer.checkpoint.manifest import Manifest, read_manifest, verify_file
 from trainer.checkpoint.metadata import files_of, read_metadata
-from trainer.checkpoint.save import STATE_NAME
 from trainer.checkpoint.together import gather_everywhere, is_first, run_together
 
 _MAX_NAMED = 20
@@ -29,11 +27,6 @@ class _Differences(NamedTuple):
     missing: set[str]
     extra: set[str]
     unlike: dict[str, str]
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the state of the checkpoint `path`. Raises ValueError if it is damaged."""
-    return json.loads(read_sealed(path, STATE_NAME, read_manifest(path)))
 
 
 def saved_keys(path: Path) -> set[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.checkpoint.load import load_tensors, read_state
+from trainer.checkpoint.load import load_tensors
+from trainer.checkpoint.state import read_state
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.models.registry import FAMILIES
 from trainer.parallel.parameters import replace_parameters

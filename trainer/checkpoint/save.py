@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpoint.folder import partial_path, publish, remove_partial, start_partial
 from trainer.checkpoint.manifest import Seal, flush_folder, seal_file, write_manifest
+from trainer.checkpoint.state import STATE_NAME
 from trainer.checkpoint.together import gather_on_first, is_first, run_together, scatter_from_first
-
-STATE_NAME = "state.json"
 
 
 def save_checkpoint(

@@ -191,6 +191,12 @@ def _check_compile(config: Config) -> Iterator[str]:
             f"compile.components = {write_value(config.compile.components)}\nThe graph holds at least the model. "
             'Use ["model"] or ["model", "loss"], or turn it off with compile.enable = false.'
         )
+    if config.compile.bucket_modules and config.compile.bucketing != "block":
+        yield (
+            f"compile.bucket_modules = {write_value(config.compile.bucket_modules)}\nIt has no effect with "
+            f"compile.bucketing = {write_value(config.compile.bucketing)}; \"block\" uses it. "
+            'Leave it out, or use compile.bucketing = "block".'
+        )
 
 
 def _check_recompute(config: Config) -> Iterator[str]:

@@ -195,6 +195,20 @@ class Compile:
     components: tuple[str, ...] = machine(
         ("model", "loss"), 'What is inside the graph: ["model"] or ["model", "loss"].', choices=("model", "loss")
     )
+    bucketing: str = machine(
+        "block",
+        "Which parameters' collectives are merged: none, or those of a transformer block, of what comes before the "
+        "blocks, and of what comes after.",
+        choices=("none", "block"),
+    )
+    bucket_modules: tuple[str, ...] = machine(
+        (),
+        'Patterns of module names that share a bucket, instead of the blocks: ["layers.*", "norm+output"]; "*" gives '
+        "each match a bucket, + joins. What no pattern matches stays alone.",
+    )
+    reorder: bool = machine(
+        True, "Start gathers one bucket ahead of their use, and wait for sums of gradients one bucket later."
+    )
 
 
 @dataclass(frozen=True)

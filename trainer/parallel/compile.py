@@ -26,6 +26,10 @@ SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 _PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint ready() { return omp_get_max_threads(); }\n"
 
 
+# Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory.
+KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "reorder_for_compute_comm_overlap": False}
+
+
 @functools.cache
 def find_missing_toolchain() -> str | None:
     """Return why Inductor can't build CPU kernels here, or None. Builds one tiny kernel to find out."""
@@ -85,9 +89,11 @@ def build_backend(
         return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
     from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here
 
+    keep_order = KEEP_ORDER if partition.overlap.reorder else {}
+
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
         key = key_of(gm, inputs, partition.uuid())
-        compiled = compile_fx(gm, inputs, config_patches={"custom_partitioner_fn": partition})
+        compiled = compile_fx(gm, inputs, config_patches={"custom_partitioner_fn": partition, **keep_order})
         report.keep(key)
         return compiled
 

@@ -1,0 +1,68 @@
+"""Continuing a run: the checkpoint to continue from, and what its settings mean for those of this launch.
+
+Needs no torch, so a launch that can't continue is refused at once. Loading the tensors is `build.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.folder import find_checkpoint
+from trainer.checkpoint.state import read_state
+from trainer.config.schema import Config, replace
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint to continue from, and what it says besides its tensors; nothing for a fresh start."""
+
+    path: Path | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Return where the run's checkpoints lie."""
+    return Path(config.job.dump_folder) / config.checkpoint.folder
+
+
+def find_resume(config: Config) -> Resume:
+    """Find the checkpoint that `config` continues from. ValueError if it isn't there or is damaged."""
+    if not config.checkpoint.enable:
+        return Resume()
+    path = find_checkpoint(checkpoint_folder(config), config.checkpoint.load_step)
+    return Resume(path, read_state(path)) if path else Resume()
+
+
+def fill_from_checkpoint(config: Config, resume: Resume) -> Config:
+    """Give settings that are left open what the first launch made of them."""
+    stored = resume.state.get("experiment", {})
+    open_settings = {
+        "training.global_batch_size": config.training.global_batch_size == -1,
+        "lr_scheduler.total_steps": config.lr_scheduler.total_steps is None,
+    }
+    return replace(config, {name: stored[name] for name, is_open in open_settings.items() if is_open and stored})
+
+
+def check_experiment(now: dict[str, Any], resume: Resume, accepted: set[str]) -> list[str]:
+    """Compare the experiment half `now` with the checkpoint's, and return what differs and isn't accepted by name."""
+    stored = resume.state.get("experiment")
+    if stored is None:
+        return []
+    changed = sorted(name for name in now.keys() | stored.keys() if now.get(name) != stored.get(name))
+    idle = accepted - set(changed)
+    if idle:
+        log.warning(f"checkpoint.accept_changes names settings that have not changed: {sorted(idle)}")
+    refused = [f"{name}: {now.get(name)!r} now, {stored.get(name)!r} there" for name in changed if name not in accepted]
+    if not refused:
+        return []
+    return [
+        f"These settings decide the numbers of the experiment and differ from {resume.path}:\n"
+        + "\n".join(refused)
+        + "\nSet them back, start anew in another --job.dump_folder, or accept them by name with "
+        f"--checkpoint.accept_changes {','.join(changed)}"
+    ]
