@@ -1,0 +1,249 @@
+"""Check a machine or cluster before trusting it: `python scripts/verify_parity.py`, or the same under torchrun.
+
+Trains a tiny model, or that of --config, under every mesh that the processes allow, and compares each with one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+    from trainer.distributed import Place
+    from trainer.parity.case import Case
+    from trainer.parity.verify import Row
+
+CPU_PROCESSES = 4
+# A case on four processes and two cores: training it, and compiling it before. For the estimate alone.
+SECONDS = {"eager": 5.0, "aot_eager": 12.0, "inductor": 40.0}
+
+
+class Refused(ValueError):
+    """Arguments that can't be followed."""
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags, and the settings for the config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="Further --section.key VALUE arguments are settings, as of train.py.",
+    )
+    parser.add_argument(
+        "--config", help="the model, precision, recomputation and batch of a config; default: a tiny model"
+    )
+    parser.add_argument(
+        "--processes", type=int, help="processes to start here; default: one for each GPU, or 4 on CPUs"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    much = parser.add_mutually_exclusive_group()
+    much.add_argument("--quick", action="store_true", help="every mesh, and every choice once: minutes (default)")
+    much.add_argument("--full", action="store_true", help="choices crossed: most of an hour on two cores")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code: 0 all cases agree, 1 some don't, 2 refused before anything started."""
+    from trainer.config.load import ConfigError
+
+    arguments, settings = parse_arguments(argv)
+    try:
+        device = choose_device(arguments.device)
+        processes = count_processes(arguments.processes, device)
+        base = load_base(arguments.config, settings, processes)
+    except (ConfigError, Refused) as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
+    if "RANK" in os.environ:
+        return run(arguments, base, device)
+    return start_processes(processes, arguments, base, device)
+
+
+def choose_device(wanted: str | None) -> str:
+    import torch
+
+    available = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    if wanted == "cuda" and not available:
+        raise Refused("--device cuda: PyTorch finds no GPU with NCCL here. Use --device cpu, or install a CUDA build")
+    return wanted or ("cuda" if available else "cpu")
+
+
+def count_processes(wanted: int | None, device: str) -> int:
+    import torch
+
+    given = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    limit = torch.cuda.device_count() if device == "cuda" else None
+    processes = wanted or given or limit or CPU_PROCESSES
+    if wanted is not None and wanted < 1:
+        raise Refused(f"--processes {wanted}: there must be at least 1")
+    if given not in (None, processes):
+        raise Refused(f"--processes {wanted}: torchrun has started {given}. Leave it out under torchrun")
+    if given is None and limit is not None and processes > limit:
+        raise Refused(
+            f"--processes {wanted}: each needs a GPU, and there are {limit}. Use at most {limit}, or --device cpu"
+        )
+    return processes
+
+
+def load_base(name: str | None, settings: list[str], processes: int) -> Config:
+    """Return the config that all cases start from. ConfigError, or Refused for flags of other doors."""
+    from trainer.config.check import check_config
+    from trainer.config.load import load_config
+    from trainer.parity.choose import TINY_ARGUMENTS, settle
+
+    start = TINY_ARGUMENTS if name is None else ["--config", name]
+    check = lambda config, _: check_config(settle(config, processes), processes)  # noqa: E731
+    loaded = load_config([*start, *settings], check=check)
+    flags = loaded.flags
+    if flags.dry_run or flags.print_config or flags.world_size:
+        raise Refused("--dry-run, --print-config and --world-size belong to train.py. Leave them out")
+    return settle(loaded.config, processes)
+
+
+def start_processes(processes: int, arguments: argparse.Namespace, base: Config, device: str) -> int:
+    """Start the ranks on this machine, and return their exit code. They meet at a port that the system chooses."""
+    import torch.multiprocessing as mp
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        mp.spawn(run_rank, (processes, store.port, arguments, base, device), nprocs=processes)
+    except mp.ProcessExitedException as error:
+        return error.exit_code
+    return 0
+
+
+def run_rank(rank: int, processes: int, port: int, arguments: argparse.Namespace, base: Config, device: str) -> None:
+    import torch
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    # The store is served by the parent already, as it is by torchrun.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    if device == "cpu":
+        torch.set_num_threads(1)
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+    code = run(arguments, base, device)
+    if code:
+        sys.exit(code)
+
+
+def run(arguments: argparse.Namespace, base: Config, device: str) -> int:
+    """Be one rank. All ranks return the same exit code."""
+    from dataclasses import replace
+
+    import torch
+
+    from trainer.distributed import find_place, process_group
+    from trainer.parity.choose import choose_full, choose_quick, list_meshes
+    from trainer.parity.verify import WAIT_SECONDS, verify
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic matmuls are refused
+    place = find_place()
+    if device == "cpu":
+        place = replace(place, device=torch.device("cpu"))
+    choose = choose_full if arguments.full else choose_quick
+    cases = choose(base, place.world_size, is_tiny=arguments.config is None)
+    left_out = list_meshes(base, place.world_size)[1]
+    cases, left_out = leave_out_inductor(cases, left_out, place)
+    table = Table(len(cases), place.world_size) if place.rank == 0 else None
+    failed = False
+    with process_group(place, WAIT_SECONDS):
+        if table:
+            table.print_start(cases, left_out)
+        for row in verify(cases, base, place):
+            failed = failed or bool(row.failures)
+            if table:
+                table.print_row(row)
+        if table:  # before the ranks part, as the first one to leave with a failure ends all
+            table.print_end()
+            if arguments.markdown:
+                arguments.markdown.write_text(table.to_markdown(left_out, place), encoding="utf-8")
+    return EXIT_FAILED if failed else 0
+
+
+def leave_out_inductor(cases: list[Case], left_out: list[str], place: Place) -> tuple[list[Case], list[str]]:
+    """Leave cases out that need a compiler this machine lacks."""
+    from trainer.parallel.compile import choose_backend
+
+    backend, reason = choose_backend("inductor", place.device)
+    if backend == "inductor":
+        return cases, left_out
+    return [case for case in cases if case.backend != "inductor"], [*left_out, f"inductor: {reason}"]
+
+
+class Table:
+    """The table, printed row by row."""
+
+    def __init__(self, count: int, processes: int) -> None:
+        self._count, self._processes = count, processes
+        self._rows: list[Row] = []
+        self._start = time.monotonic()
+
+    def print_start(self, cases: Iterable[Case], left_out: list[str]) -> None:
+        seconds = sum(SECONDS[case.backend] for case in cases)
+        print(f"{self._count} cases on {self._processes} processes: about {seconds / 60:.0f} minutes on two CPU cores")
+        for reason in left_out:
+            print(f"left out: {reason}")
+        print(f"\n{'':9}{'case':66}{'loss':>9}{'norm':>9}{'weights':>9}  result  seconds", flush=True)
+
+    def print_row(self, row: Row) -> None:
+        self._rows.append(row)
+        distances = "".join(f"{value:9.1e}" for value in _distances(row))
+        number = f"{len(self._rows)}/{self._count}"
+        print(
+            f"{number:9}{row.case!s:66}{distances}  {'FAIL' if row.failures else 'PASS'}  {row.seconds:8.1f}",
+            flush=True,
+        )
+        for failure in row.failures:
+            print(f"{'':9}  {failure}", flush=True)
+
+    def print_end(self) -> None:
+        print(f"\n{self._summary()}", flush=True)
+
+    def _summary(self) -> str:
+        failed = sum(bool(row.failures) for row in self._rows)
+        verdict = f"{failed} FAILED" if failed else "all PASS"
+        return f"{len(self._rows)} cases: {verdict}, {(time.monotonic() - self._start) / 60:.1f} minutes"
+
+    def to_markdown(self, left_out: list[str], place: Place) -> str:
+        """Return the table with what it takes to repeat it."""
+        return "\n".join(self._to_markdown(left_out, place)) + "\n"
+
+    def _to_markdown(self, left_out: list[str], place: Place) -> Iterator[str]:
+        import torch
+
+        device = torch.cuda.get_device_name() if place.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+        yield f"# Parity: {self._summary()}\n"
+        yield f"    python {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}\n"
+        yield f"- {time.strftime('%Y-%m-%d')}, {self._processes} processes on {platform.machine()}, {device}"
+        yield f"- Python {platform.python_version()}, PyTorch {torch.__version__}"
+        yield from (f"- left out: {reason}" for reason in left_out)
+        yield "\nLoss and norm: largest relative difference over the steps; weights: largest absolute one after them.\n"
+        yield "| case | loss | norm | weights | result | seconds |\n|---|---:|---:|---:|---|---:|"
+        for row in self._rows:
+            values = " | ".join(f"{value:.1e}" for value in _distances(row))
+            result = "FAIL: " + "; ".join(row.failures) if row.failures else "PASS"
+            yield f"| {row.case} | {values} | {result} | {row.seconds:.1f} |"
+
+
+def _distances(row: Row) -> tuple[float, float, float]:
+    return row.distance.loss, row.distance.norm, row.distance.weights
+
+
+if __name__ == "__main__":
+    open_door(main)
