@@ -1,19 +1,22 @@
 """Where starts and waits stand: each node of the graph is put in its place again, in one pass.
 
 Computation keeps its order. A weight's gather, and what leads from it to its first use, is put where it is needed: the
-wait before that use, the start before the wait of the stage before, so that it travels while that stage computes. A
+wait before that use, the start before the stage before is waited for, so that it travels while that stage computes. A
 gradient's sum starts when its last part is there and is waited for when the next stage's sum has started.
 Memory is bounded by that: two stages of weights and two of gradients are on their way or in use.
+A start stands right after a kernel that nothing fuses with: a compiler that fuses what is around a wait can then not
+carry the wait ahead of the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
 
-from trainer.parallel.overlap.find import CASTS, LAYOUTS, Collective, find_weights
+from trainer.parallel.overlap.find import CASTS, LAYOUTS, WAIT, Collective, find_weights
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,15 @@ class _Order:
         self.sum_stage = {item.collective.start: item for item in sums}
         self.held = {item.collective.wait for item in sums}
         self.unwaited: dict[int, list[Staged]] = {}
-        self.stage_of_wait = {item.collective.wait: item.stage for item in gathers}
+        self.starts_after: dict[Node | None, int] = {None: 1}  # how many stages of gathers have started after a node
         self.gathers = self._in_order_of_use(gathers)
-        self.next_stage = 0  # index in self.gathers of the first that has not started
+        self.started = 0
 
     def place_all(self) -> list[Node]:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._place(node)
-        if self.overlap:
-            self._start_gathers_through(0)
+        self._start_gathers(self.starts_after[None])
         for node in self.graph.nodes:
             if node.op != "output" and node not in self.on_demand and node not in self.following:
                 self._demand(node)
@@ -89,9 +91,8 @@ class _Order:
                 self._place(current)
 
     def _place(self, node: Node) -> None:
-        if node in self.stage_of_wait and self.overlap:
-            self._start_gathers_through(self.stage_index[self.stage_of_wait[node]] + 1)
         self.placed[node] = None
+        self._start_gathers(self.starts_after.get(node, 0))
         if node in self.sum_stage:
             self._sum_started(self.sum_stage[node])
         for user in node.users:
@@ -101,11 +102,11 @@ class _Order:
     def _is_ready(self, node: Node) -> bool:
         return node not in self.placed and all(parent in self.placed for parent in node.all_input_nodes)
 
-    def _start_gathers_through(self, index: int) -> None:
-        while self.next_stage <= min(index, len(self.gathers) - 1):
-            stage = self.gathers[self.next_stage]
-            self.next_stage += 1
-            for item in stage:
+    def _start_gathers(self, stages: int) -> None:
+        """Start gathers until so many stages have been started."""
+        while self.overlap and self.started < min(stages, len(self.gathers)):
+            self.started += 1
+            for item in self.gathers[self.started - 1]:
                 self._demand(item.collective.start)
 
     def _sum_started(self, item: Staged) -> None:
@@ -131,24 +132,37 @@ class _Order:
         by_wait = {item.collective.wait: item for item in gathers}
         stages: dict[int, list[Staged]] = {}
         seen: set[Node] = set()
+        barrier: Node | None = None  # the last node that no kernel around a wait is fused with
         for node in self.graph.nodes:
-            if node in self.on_demand:
+            if node in self.on_demand or node in self.following:
                 continue
-            ahead = [parent for parent in reversed(node.all_input_nodes) if parent in self.on_demand]
-            while ahead:
-                current = ahead.pop()
-                if current in seen:
-                    continue
-                seen.add(current)
-                if current in by_wait:
-                    item = by_wait[current]
-                    stages.setdefault(item.stage, []).append(item)
-                ahead += [parent for parent in reversed(current.all_input_nodes) if parent in self.on_demand]
-        for item in gathers:
-            if item.collective.wait not in seen:
-                stages.setdefault(item.stage, []).append(item)
-        self.stage_index = {stage: index for index, stage in enumerate(stages)}
+            for wait in self._first_waits(node, by_wait, seen):
+                stage = by_wait[wait].stage
+                if stage not in stages:
+                    stages[stage] = []
+                    self.starts_after[barrier] = len(stages) + 1
+                    barrier = wait
+                stages[stage].append(by_wait[wait])
+            if _is_barrier(node):
+                barrier = node
         return list(stages.values())
+
+    def _first_waits(self, node: Node, waits: Container[Node], seen: set[Node]) -> list[Node]:
+        """Return the waits that `node` needs, by way of nodes on demand, and that no node before it needed."""
+        found = []
+        ahead = list(reversed(node.all_input_nodes))
+        while ahead:
+            current = ahead.pop()
+            if current in self.on_demand and current not in seen:
+                seen.add(current)
+                found += [current] if current in waits else []
+                ahead += reversed(current.all_input_nodes)
+        return found
+
+
+def _is_barrier(node: Node) -> bool:
+    """Whether `node` is a kernel of its own: a matmul, an attention, a collective of the computation."""
+    return node.target is WAIT or getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _find_copy_in(start: Node) -> set[Node]:

@@ -1,0 +1,185 @@
+"""Merging collectives: what a merged graph computes, on real process groups, and what its copies look like."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from overlap_graphs import SHAPE, Recorder, trace
+from ranks import run_ranks
+from torch import nn
+
+from trainer.loss import UNCOUNTED, sum_token_losses
+from trainer.models.llama.model import Llama, initial_std
+from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
+from trainer.optim import Optimizer
+from trainer.parallel.compile import build_sum_losses
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.overlap.arrange import PLAIN, Overlap
+from trainer.parallel.parallelize import Layout, initialize, parallelize
+from trainer.parallel.partition import Partition
+from trainer.parallel.simple_fsdp import Precision
+from trainer.parallel.tensor import build_loss
+
+FLOAT32 = Precision(torch.float32, torch.float32)
+BLOCK = Overlap("block", True)
+# On four ranks gloo adds the parts of a merged buffer in another order.
+RELATIVE = 1e-5
+STEPS = 3
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    tied: bool = False
+    regather: bool = True
+    recompute: tuple[str, str] = ("none", "")
+    odd: str = ""
+    overlaps: tuple[Overlap, ...] = (BLOCK,)
+
+
+def make_odd(model: nn.Module, how: str) -> None:
+    """Change a model that is parallelized and has its values: freeze a layer and a weight, or use a block twice."""
+    if how == "frozen":
+        model.layers["1"].requires_grad_(False)
+        model.tok_embeddings.requires_grad_(False)
+    if how == "twice":
+        model.layers["2"] = model.layers["0"]
+
+
+def train(case: Case, overlap: Overlap) -> dict[str, Any]:
+    """Train a small Llama for some steps and return losses, weights and how many collectives a step had."""
+    torch._dynamo.reset()
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=case.replicate, dp_shard=case.shard, tp=case.tp)
+    shape = dataclasses.replace(SHAPE, tie_embeddings=case.tied)
+    with torch.device("meta"):
+        model = Llama(shape)
+    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, FLOAT32, *case.recompute))
+    initialize(model, torch.device("cpu"), initial_std(shape), seed=0)
+    make_odd(model, case.odd)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = Optimizer(parameters, name="AdamW", weight_decay=0.1, no_decay=())
+    recorder = Recorder(mesh.axis_of_group())
+    sum_losses = build_sum_losses(
+        model,
+        build_loss(sum_token_losses, mesh, vocab_size=257, uncounted=UNCOUNTED, loss_parallel=True),
+        enable=True,
+        backend="aot_eager",
+        loss_inside=True,
+        partition=Partition(case.regather, overlap=overlap),
+        report=recorder,
+    )
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(1000 * step + mesh.data_rank)
+        tokens_BT = torch.randint(0, 257, (2, 17), generator=generator)
+        loss = sum_losses(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()) / 64
+        loss.backward()
+        optimizer.step(0.01, torch.zeros(()))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for gm in recorder.graphs:
+        gm.graph.lint()
+    return {
+        "losses": losses,
+        "weights": {name: p.detach().full_tensor() for name, p in model.named_parameters()},
+        "lines": recorder.lines,
+    }
+
+
+def train_all(rank: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
+    return [[train(case, overlap) for overlap in (PLAIN, *case.overlaps)] for case in cases]
+
+
+def count(result: dict[str, Any]) -> int:
+    return sum(int(line.split()[0]) for lines in result["lines"].values() for line in lines if "over dp" in line)
+
+
+TWO_RANKS = [
+    Case(shard=2, overlaps=(BLOCK, Overlap("block", False), Overlap("none", True))),
+    Case(shard=2, tied=True, regather=False, overlaps=(Overlap("block", True, modules=("*+layers.*",)),)),
+    Case(replicate=2),
+    Case(shard=2, odd="frozen", recompute=("full", "")),
+    Case(shard=2, odd="twice", recompute=("selective", "op")),
+]
+FOUR_RANKS = [
+    Case(replicate=2, shard=2, recompute=("full", "")),
+    Case(shard=2, tp=2),
+    Case(shard=4, tied=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO_RANKS, ids=str)
+def test_on_two_ranks_merged_and_reordered_graphs_compute_the_same_bits(case: Case) -> None:
+    for ((plain, *arranged),) in run_ranks(train_all, 2, [case], timeout_seconds=400):
+        for result in arranged:
+            assert result["losses"] == plain["losses"]
+            assert all(torch.equal(weight, result["weights"][name]) for name, weight in plain["weights"].items())
+        assert count(arranged[0]) < count(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+def test_on_four_ranks_only_the_order_of_sums_differs(case: Case) -> None:
+    for ((plain, *arranged),) in run_ranks(train_all, 4, [case], timeout_seconds=500):
+        for result in arranged:
+            torch.testing.assert_close(result["losses"], plain["losses"], rtol=RELATIVE, atol=0.0)
+            for name, weight in plain["weights"].items():
+                torch.testing.assert_close(result["weights"][name], weight, rtol=RELATIVE, atol=RELATIVE, msg=name)
+        assert count(arranged[0]) < count(plain)
+
+
+def test_a_merged_gather_copies_each_weight_once_and_a_merged_sum_copies_no_result() -> None:
+    graphs = trace(shard=4).arranged(BLOCK)
+    gather = next(c for c in graphs.collectives("forward") if len(c.modules) == 9)
+    (table,) = gather.wait.users
+    assert table.target is aten.view.default
+    for part in table.users:
+        assert part.target is aten.slice.Tensor
+        (weight,) = part.users
+        assert weight.target is aten.reshape.default
+    scatter = next(c for c in graphs.collectives("backward") if c.serves == "gradient" and len(c.modules) == 9)
+    for part in scatter.wait.users:
+        assert part.target is aten.slice.Tensor
+        assert all(user.target is aten.view.default or user.op == "output" for user in part.users)
+
+
+def test_the_sum_over_replicas_takes_the_buffer_that_the_scatter_leaves() -> None:
+    graphs = trace(replicate=2, shard=2).arranged(BLOCK)
+    scatters = {c.wait for c in graphs.collectives("backward") if c.serves == "gradient"}
+    sums = graphs.collectives("backward", "dp_replicate")
+    assert len(sums) == len(scatters) == 3 + 2
+    assert {c.start.args[0] for c in sums} == scatters
+
+
+def test_a_weight_divided_by_columns_is_copied_out_once() -> None:
+    graphs = trace(shard=2, tp=2).arranged(BLOCK)
+    gather = next(c for c in graphs.collectives("forward") if len(c.modules) == 9)
+    (table,) = gather.wait.users
+    after = {node.target for part in table.users for node in part.users}
+    assert after == {aten.view.default, aten.reshape.default}
+    assert not {aten.split.Tensor, aten.cat.default} & {node.target for node in gather.copy_out()}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_new_nodes_know_module_and_value(direction: str) -> None:
+    graphs = trace(replicate=2, shard=2).arranged(BLOCK)
+    for node in getattr(graphs, direction).graph.nodes:
+        if node.op == "call_function":
+            assert "val" in node.meta, node
+    labels = {
+        c.module.split(".")[0] for axis in ("dp_shard", "dp_replicate") for c in graphs.collectives(direction, axis)
+    }
+    assert {"tok_embeddings", "layers"} <= labels
+
+
+def test_collectives_of_tensor_parallelism_stay_as_they_are() -> None:
+    plain = trace(shard=2, tp=2)
+    merged = plain.arranged(BLOCK)
+    for direction in ("forward", "backward"):
+        before, after = ([(c.kind, c.bytes_in) for c in g.collectives(direction, "tp")] for g in (plain, merged))
+        assert sorted(before) == sorted(after)
