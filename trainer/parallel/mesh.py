@@ -32,9 +32,13 @@ class Mesh:
     def data(self) -> DeviceMesh:
         return self.axes[DATA_AXES]
 
+    def size(self, axis: str) -> int:
+        """Return how many ranks stand along `axis`."""
+        return self.axes.size(AXES.index(axis))
+
     @property
     def tp_ranks(self) -> int:
-        return self.axes["tp"].size()
+        return self.size("tp")
 
     @property
     def data_ranks(self) -> int:
@@ -45,11 +49,11 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of them this rank is: row-major over the data axes."""
         replicate, shard = (self.axes.get_local_rank(axis) for axis in DATA_AXES)
-        return replicate * self.axes.size(AXES.index("dp_shard")) + shard
+        return replicate * self.size("dp_shard") + shard
 
     def axis_of_group(self) -> dict[str, str]:
         """Map the names of process groups, as graphs hold them, to axes of more than one rank."""
-        wide = [axis for axis, size in zip(AXES, self.axes.shape, strict=True) if size > 1]
+        wide = [axis for axis in AXES if self.size(axis) > 1]
         return {self.axes.get_group(axis).group_name: axis for axis in wide}
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -57,25 +61,25 @@ class Mesh:
         return [dist.distributed_c10d._get_default_group(), *(self.axes.get_group(axis) for axis in AXES)]
 
     def sum(self, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
-        """Return the sum of `value` over the axes. Collective over `over`; axes of size 1 are skipped."""
+        """Collective over `over`. Return the sum of `value`; axes of size 1 are skipped."""
         return self._reduce(value, over, dist.ReduceOp.SUM)
 
     def max(self, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
-        """Return the elementwise largest `value` over the axes. Collective over `over`; axes of size 1 are skipped."""
+        """Collective over `over`. Return the elementwise largest `value`; axes of size 1 are skipped."""
         return self._reduce(value, over, dist.ReduceOp.MAX)
 
     def _reduce(self, value: Tensor, over: tuple[str, ...], op: dist.ReduceOp.RedOpType) -> Tensor:
         result = value.detach().clone()
         for axis in over:
-            if self.axes.size(AXES.index(axis)) > 1:
+            if self.size(axis) > 1:
                 dist.all_reduce(result, op=op, group=self.axes.get_group(axis))
         return result
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.axes.shape, strict=True))
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
 
 
 def build_mesh(device: torch.device, *, dp_replicate: int, dp_shard: int, tp: int = 1) -> Mesh:
-    """Build the mesh over all ranks of the default process group. Collective over all ranks."""
+    """Collective over all ranks. Build the mesh over those of the default process group."""
     sizes = (1, dp_replicate, dp_shard, 1, tp)
     return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
