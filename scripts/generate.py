@@ -61,12 +61,11 @@ def find_step_folder(path: Path) -> Path:
 def main(argv: list[str]) -> int:
     """Print the prompt and its continuation."""
     arguments = parse_arguments(argv)
-    import torch
-
     from trainer.checkpoint.plain import load_plain_model
-    from trainer.generate import before_stop, generate
+    from trainer.distributed import find_place
+    from trainer.generate import before_stop, build_next_logits, generate
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_place().device
     try:
         model, tokenizer = load_plain_model(find_step_folder(arguments.checkpoint), device)
     except ValueError as error:
@@ -74,10 +73,9 @@ def main(argv: list[str]) -> int:
         return EXIT_REFUSED
     prompt = tokenizer.encode(arguments.prompt)
     drawn = generate(
-        model,
+        build_next_logits(model, device),
         [tokenizer.bos_id, *prompt],
         vocab_size=tokenizer.vocab_size,
-        device=device,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         seed=arguments.seed,

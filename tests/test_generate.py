@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from scripts import generate as door
 from trainer.checkpoint.plain import load_plain_model
-from trainer.generate import before_stop, generate, pick_token
+from trainer.generate import before_stop, build_next_logits, generate, pick_token
+
+CPU = torch.device("cpu")
 
 
 def draw(logits: list[float], temperature: float, top_k: int, seed: int = 0) -> int:
@@ -50,26 +52,31 @@ class Next(nn.Module):
 
 
 def test_ids_stay_below_the_vocabulary_and_end_before_the_stop() -> None:
-    ids = generate(Next(), [0, 1], vocab_size=9, device=torch.device("cpu"), temperature=0, top_k=0, seed=0)
+    ids = generate(build_next_logits(Next(), CPU), [0, 1], vocab_size=9, temperature=0, top_k=0, seed=0)
     assert before_stop(ids, stop_id=7) == [2, 3, 4, 5, 6]
 
 
 def test_sampling_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    ids = generate(Next(), [0], vocab_size=9, device=torch.device("cpu"), temperature=1.0, top_k=0, seed=0)
+    ids = generate(build_next_logits(Next(), CPU), [0], vocab_size=9, temperature=1.0, top_k=0, seed=0)
     list(itertools.islice(ids, 3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "tp"), [("float32", 1), ("bfloat16", 1), ("float32", 2)], ids=["float32", "bfloat16", "tp"]
+)
 def test_a_checkpoint_of_two_ranks_gives_the_sample_of_its_training(
-    tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dtype: str, tp: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Under tp the text grows past odd lengths, and 259 ids don't divide evenly."""
     write_dataset(tmp_path)
     command = arguments(
         tmp_path,
         training__steps=12,
         training__mixed_precision_param=dtype,
+        parallelism__tensor_parallel_degree=tp,
+        model__args__vocab_size=259,
         sample__tokens=20,
         sample__prompt="Document 3",
         sample__temperature=0.9,
@@ -81,7 +88,7 @@ def test_a_checkpoint_of_two_ranks_gives_the_sample_of_its_training(
     for checkpoint in (tmp_path / "run" / "checkpoint", tmp_path / "run" / "checkpoint" / "step-12"):
         assert door.main([f"--checkpoint={checkpoint}", *flags]) == 0
         assert capsys.readouterr().out.rstrip("\n") == sample.partition(":\n")[2].rstrip("\n")
-    model, _ = load_plain_model(checkpoint, torch.device("cpu"))
+    model, _ = load_plain_model(checkpoint, CPU)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}, "what training computed in"
     assert door.main([f"--checkpoint={tmp_path}/nothing", *flags]) == 2
     assert "no complete checkpoint there" in capsys.readouterr().err

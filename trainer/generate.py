@@ -6,10 +6,17 @@ The whole prefix is computed again for each token: simple, and enough to look at
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+
+NextLogits = Callable[[Sequence[int]], Tensor]
+
+
+def build_next_logits(model: nn.Module, device: torch.device) -> NextLogits:
+    """Return f(ids) -> logits_V of the token after them, of a plain model."""
+    return lambda ids: model(torch.tensor([ids], device=device))[0, -1]
 
 
 def pick_token(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -25,25 +32,23 @@ def pick_token(logits_V: Tensor, *, temperature: float, top_k: int, generator: t
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    next_logits: NextLogits,
     prompt: Sequence[int],
     *,
     vocab_size: int,
-    device: torch.device,
     temperature: float,
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
     """Yield ids below `vocab_size` that continue `prompt`, without end.
 
-    Collective over the data axes where the model is sharded: every rank takes the same number of ids, whatever they
-    are. Has its own random generator, so it doesn't disturb training.
+    Where `next_logits` is collective, so is taking an id: every rank takes the same number of them, whatever they are.
+    Has its own random generator, so it doesn't disturb training.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     while True:
-        logits_BTV = model(torch.tensor([ids], device=device))
-        logits_V = logits_BTV[0, -1, :vocab_size].float().cpu()
+        logits_V = next_logits(ids)[:vocab_size].float().cpu()
         ids.append(pick_token(logits_V, temperature=temperature, top_k=top_k, generator=generator))
         yield ids[-1]
 

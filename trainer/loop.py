@@ -32,6 +32,7 @@ from trainer.loss import count_labels
 from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.gradients import clip_gradients
+from trainer.parallel.next_logits import build_next_logits
 from trainer.resume import checkpoint_folder
 
 log = logging.getLogger(__name__)
@@ -250,10 +251,9 @@ class Loop:
         tokenizer = run.launch.prepared.tokenizer
         prompt = tokenizer.encode(settings.prompt)
         drawn = generate(
-            run.model,
+            build_next_logits(run.model, run.mesh, run.place.device, vocab_size=run.launch.shape.vocab_size),
             [tokenizer.bos_id, *prompt],
             vocab_size=tokenizer.vocab_size,
-            device=run.place.device,
             temperature=settings.temperature,
             top_k=settings.top_k,
             seed=run.config.debug.seed,
