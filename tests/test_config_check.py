@@ -205,6 +205,16 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
         {"activation_checkpoint.memory_budget": 0.3, "activation_checkpoint.mode": "full"},
         ["no effect", '"full"', '"memory_budget" uses it'],
     ),
+    (
+        {"optimizer.no_decay": ("*norm*", "foo")},
+        ['["*norm*", "foo"]', '"foo" does not', "layers.*.attention.wq.weight"],
+    ),
+    ({"model.args.tie_embeddings": True, "optimizer.no_decay": ("output.*",)}, ['"output.*" does not']),
+    (
+        {"compile.bucket_modules": ("layers.*", "norn+out")},
+        ['"norn" and "out" do not', "norm, output and tok_embeddings"],
+    ),
+    ({"compile.bucket_modules": ("layers.9",)}, ['"layers.9" does not']),
     ({TENSOR: 1, "parallelism.disable_loss_parallel": True}, ["no effect", f"{TENSOR} = 1", "Leave it out"]),
     ({"checkpoint.load_step": 3}, ["no effect", "checkpoint.enable = true"]),
     ({"checkpoint.accept_changes": ("optimizer.lr",)}, ["no effect"]),
@@ -238,6 +248,13 @@ def test_an_impossible_combination_is_one_problem_with_a_way_out(values: dict[st
         {"activation_checkpoint.mode": "full", "compile.enable": False},
         {"activation_checkpoint.mode": "full", "activation_checkpoint.selective_ac_option": "99"},
         {"activation_checkpoint.mode": "selective", "compile.enable": False},
+        {"optimizer.no_decay": ("*norm*", "layers.5.*", "output.weight")},
+        {"optimizer.no_decay": ()},
+        {
+            "compile.bucket_modules": ("layers.*.attention", "layers.5", "layers", "norm+output"),
+            "compile.enable": False,
+        },
+        {"compile.bucket_modules": ("output",), "model.args.tie_embeddings": True},
         {"checkpoint.enable": True, "checkpoint.load_step": 3, "checkpoint.accept_changes": ("optimizer.lr",)},
     ],
 )

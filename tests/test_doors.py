@@ -58,6 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "changed experiment": ({"optimizer__lr": 0.3}, ["optimizer.lr: 0.3 now, 0.01 there", "accept_changes"]),
     "no such step": ({"checkpoint__load_step": 7}, ["checkpoint.load_step = 7", "complete: 2"]),
     "too big": ({"model__args__vocab_size": 10**11}, ["GiB per device (parameters", "memory available now"]),
+    "pattern": ({"optimizer__no_decay": "foo"}, ['optimizer.no_decay = ["foo"]', "tok_embeddings.weight"]),
     "world size": ({"world_size": 4}, ["--world-size 4", "--dry-run", "torchrun --nproc-per-node 4"]),
 }
 
@@ -94,6 +95,13 @@ def test_a_resume_may_stop_short_of_the_warm_up(folder: Path, capsys: pytest.Cap
     code, _, err = ask(capsys, fresh)
     assert code == REFUSED
     assert "lr_scheduler.warmup_steps = 3, training.steps = 1" in err
+
+
+def test_a_dry_run_refuses_what_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--dry-run", "--optimizer.no_decay=foo", "--compile.bucket_modules=bar"]
+    code, out, err = ask(capsys, flags)
+    assert (code, out) == (REFUSED, "")
+    assert "2 problems" in err
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -13,11 +13,15 @@ from ranks import run_ranks
 from tiny_run import arguments, launch_all, write_dataset
 
 from trainer import memory
+from trainer.config.check import check_config
 from trainer.config.load import ConfigError, load_config
 from trainer.config.schema import Config, replace
 from trainer.distributed import Place
 from trainer.launch import Launch, estimate_launch, plan_launch
 from trainer.memory import GIB, device_capacity_bytes, estimate_memory
+from trainer.models.llama.config import weight_modules
+from trainer.models.registry import FAMILIES
+from trainer.parallel.overlap.plan import check_patterns
 
 CPU = torch.device("cpu")
 
@@ -116,7 +120,6 @@ def test_the_flags_that_run_without_files_do(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"model__args__vocab_size": 257}, ["model.args.vocab_size = 257", "at least the tokenizer's 258 ids"]),
-        ({"optimizer__no_decay": "*norm*,*bias*"}, ["optimizer.no_decay", "['*bias*'] matches no parameter"]),
         ({"training__dataset_path": "nowhere/*.jsonl"}, ["training.dataset_path = 'nowhere/*.jsonl'", "stdlib"]),
         ({"model__tokenizer_path": "nowhere"}, ["model.tokenizer_path = 'nowhere'", "no such file", "bytes"]),
         ({"training__cache_folder": "/dev/null/x"}, ["training.cache_folder = '/dev/null/x'", "Way out|give another"]),
@@ -135,17 +138,31 @@ def test_independent_problems_are_told_together(tmp_path: Path) -> None:
     found = problems_of(
         tmp_path,
         job__dump_folder="/dev/null/x",
-        optimizer__no_decay="*bias*",
         model__tokenizer_path="nowhere",
         model__args__vocab_size=10**10,
     )
-    assert len(found) == 5  # the dump folder, memory, decay, data, tokenizer
+    assert len(found) == 4  # the dump folder, memory, data, tokenizer
 
 
 def test_nothing_is_encoded_for_a_launch_that_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path)
-    problems_of(tmp_path, optimizer__no_decay="*bias*")
+    problems_of(tmp_path, model__args__vocab_size=10**10)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["layers.*", "layers", "layers.0.attention", "*.*.*.wq", "norm+output", "x", "norm+x", "layers.6", "a.b.c"],
+)
+def test_settings_take_the_bucket_patterns_that_the_graph_passes_take(pattern: str) -> None:
+    config = replace(Config(), {"compile.bucket_modules": (pattern,)})
+    modules = weight_modules(FAMILIES["llama3"].build_config("llama3", "debugmodel", {}))
+    try:
+        check_patterns([pattern], modules)
+    except ValueError:
+        assert len(check_config(config, 1)) == 1
+    else:
+        assert check_config(config, 1) == []
 
 
 def test_a_run_on_another_machine_keeps_its_settings_open(tmp_path: Path) -> None:

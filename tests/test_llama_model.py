@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from trainer.models.llama.config import FLAVORS, LlamaConfig, count_parameters
+from trainer.models.llama.config import FLAVORS, LlamaConfig, count_parameters, parameter_names, weight_modules
 from trainer.models.llama.hf import to_hf_config, to_hf_name
-from trainer.models.llama.model import Llama, initial_std
+from trainer.models.llama.model import ALL_ONES, Llama, initial_std
 
 TINY = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=56, vocab_size=97, rope_theta=10000.0)
 # Original context 8 puts the tiny model's wavelengths on all three sides of Llama 3.1's rule.
@@ -77,9 +77,21 @@ def test_counted_parameters_are_those_of_the_built_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+def test_names_are_known_without_the_model(tied: bool) -> None:
+    c = dataclasses.replace(TINY, tie_embeddings=tied)
+    model = Llama(c)
+    assert parameter_names(c) == list(dict(model.named_parameters()))
+    assert weight_modules(c) == [name for name, module in model.named_modules() if "weight" in module._parameters]
+
+
+@pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_has_an_initial_value(tied: bool) -> None:
     c = dataclasses.replace(TINY, tie_embeddings=tied)
-    assert initial_std(c).keys() == dict(Llama(c).named_parameters()).keys()
+    std = initial_std(c)
+    assert std.keys() == dict(Llama(c).named_parameters()).keys()
+    assert {name for name, value in std.items() if value == ALL_ONES} == {name for name in std if "norm" in name}
+    assert std["layers.1.feed_forward.w2.weight"] == std["layers.0.attention.wo.weight"] == 0.01  # two blocks
+    assert std["tok_embeddings.weight"] == (0.02 if tied else 1.0)
 
 
 def test_a_part_of_the_model_is_the_model_with_fewer_children() -> None:

@@ -24,7 +24,6 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed import Place
 from trainer.memory import MemoryEstimate, device_capacity_bytes, estimate_memory, format_bytes
 from trainer.models.registry import FAMILIES, Family
-from trainer.optim import split_by_decay
 from trainer.resume import Resume, check_experiment, fill_from_checkpoint, find_resume
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def plan_launch(config: Config, place: Place) -> Launch:
         raise ConfigError(problems + impossible)
     config = _fill_from_launch(config, place.world_size)
     family, shape = FAMILIES[config.model.name], build_shape(config)
-    problems += [*_check_memory(config, place), *_check_decay(config, family, shape)]
+    problems += _check_memory(config, place)
     prepared = _prepare(config, shape, problems)
     launch = Launch(config, family, shape, prepared, resume)
     problems = check_experiment(launch.experiment, resume, accepted=set(config.checkpoint.accept_changes))
@@ -180,16 +179,6 @@ def _check_memory(config: Config, place: Place) -> list[str]:
         f"The run needs {estimate}, and {has} {format_bytes(capacity)}. "
         "Use more ranks, or lower one of the three."
     ]
-
-
-def _check_decay(config: Config, family: Family, shape: Any) -> list[str]:
-    with torch.device("meta"):
-        names = [name for name, _ in family.build_model(shape).named_parameters()]
-    try:
-        split_by_decay(names, config.optimizer.no_decay)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer, shape: Any) -> list[str]:

@@ -194,7 +194,7 @@ def _check_compile(config: Config) -> Iterator[str]:
     if config.compile.bucket_modules and config.compile.bucketing != "block":
         yield (
             f"compile.bucket_modules = {write_value(config.compile.bucket_modules)}\nIt has no effect with "
-            f"compile.bucketing = {write_value(config.compile.bucketing)}; \"block\" uses it. "
+            f'compile.bucketing = {write_value(config.compile.bucketing)}; "block" uses it. '
             'Leave it out, or use compile.bucketing = "block".'
         )
 

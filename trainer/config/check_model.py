@@ -1,4 +1,4 @@
-"""Rules of the model's shape, and of what tensor parallelism and recomputation can do with that shape.
+"""Rules of the model's shape: alone, with tensor parallelism and recomputation, and of patterns of names in it.
 
 Part of `check.py`, which has the other rules between settings.
 """
@@ -6,12 +6,14 @@ Part of `check.py`, which has the other rules between settings.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 
 from trainer.config.arithmetic import divisors, list_some
 from trainer.config.schema import Config
 from trainer.config.values import list_words, nearest_hint, write_value
-from trainer.models.llama.config import FLAVORS, LlamaConfig, build_llama_config
+from trainer.models.llama.config import FLAVORS, LlamaConfig, build_llama_config, parameter_names, weight_modules
 
 BY_OPERATION = "op"
 
@@ -47,6 +49,7 @@ def check_model(config: Config) -> Iterator[str]:
     yield from _check_rope(c)
     yield from _check_tensor_parallel(config, c)
     yield from _check_selected_blocks(config, c)
+    yield from _check_patterns(config, c)
 
 
 def _check_rope(c: LlamaConfig) -> Iterator[str]:
@@ -114,3 +117,30 @@ def _check_selected_blocks(config: Config, c: LlamaConfig) -> Iterator[str]:
             f'It is "op", or as text a number n of at most n_layers, so that every n-th block is recomputed. '
             f'Legal: "op", and "1" to "{c.n_layers}".'
         )
+
+
+def _check_patterns(config: Config, c: LlamaConfig) -> Iterator[str]:
+    """A pattern that matches nothing is a misspelt one."""
+    names = parameter_names(c)
+    no_decay = config.optimizer.no_decay
+    if idle := [pattern for pattern in no_decay if not any(fnmatchcase(name, pattern) for name in names)]:
+        yield _idle("optimizer.no_decay", no_decay, idle, "parameter", names)
+    modules, buckets = weight_modules(c), config.compile.bucket_modules
+    parts = [part for pattern in buckets for part in pattern.split("+")]
+    if idle := [part for part in parts if not any(_holds(part, module) for module in modules)]:
+        yield _idle("compile.bucket_modules", buckets, idle, "module with a weight", modules)
+
+
+def _holds(pattern: str, module: str) -> bool:
+    """Tell whether `pattern` names `module` or one around it, as `trainer/parallel/overlap/plan.py` reads it."""
+    path, parts = module.split("."), pattern.split(".")
+    return len(parts) <= len(path) and all(map(fnmatchcase, path, parts))
+
+
+def _idle(setting: str, value: tuple[str, ...], idle: list[str], noun: str, names: Iterable[str]) -> str:
+    known = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
+    return (
+        f"{setting} = {write_value(value)}\nEach pattern matches at least one {noun}, and "
+        f"{list_words([write_value(pattern) for pattern in idle])} {'does' if len(idle) == 1 else 'do'} not. "
+        f"Leave it out, or use patterns of {list_words(known)}."
+    )

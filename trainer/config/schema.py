@@ -60,7 +60,7 @@ class ModelArgs:
     """Widths that replace those of the flavor; None keeps the flavor's."""
 
     dim: int | None = experiment(None, "Width of the residual stream.", unit="features", minimum=1)
-    n_layers: int | None = experiment(None, "Number of transformer blocks.", unit="blocks", minimum=1)
+    n_layers: int | None = experiment(None, "Number of transformer blocks.", unit="blocks", minimum=1, maximum=10_000)
     n_heads: int | None = experiment(None, "Number of query heads.", unit="heads", minimum=1)
     n_kv_heads: int | None = experiment(None, "Number of key/value heads; divides n_heads.", unit="heads", minimum=1)
     head_dim: int | None = experiment(None, "Width of one head; even. None: dim / n_heads.", unit="features", minimum=2)

@@ -19,7 +19,7 @@ class Family:
 
     build_config: Callable[[str, str, dict[str, Any]], Any]
     build_model: Callable[[Any], nn.Module]
-    initial_std: Callable[[Any], Mapping[str, float]]
+    initial_std: Callable[[Any], Mapping[str, float]]  # by parameter name; 0 means that all values start at one
     count_parameters: Callable[[Any], int]
     count_flops_per_token: Callable[[Any, int], int]
     count_activation_bytes: Callable[[Any, int, int], int]

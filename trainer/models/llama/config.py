@@ -1,7 +1,8 @@
-"""Llama's shapes: flavors, and parameter, FLOP and activation counts as arithmetic.
+"""Llama's shapes: flavors, names of parameters, and parameter, FLOP and activation counts as arithmetic.
 
-Owns numbers only; imports no torch. Sources of the shapes: the config.json files published with Llama 2 (7B, 13B, 70B),
-Llama 3.1 (8B, 70B, 405B) and Llama 3.2 (1B, 3B). Llama 3.0 is the 3.1 shape with rope_scaling_factor = 1.
+Owns names and numbers only; imports no torch. Sources of the shapes: the config.json files published with Llama 2
+(7B, 13B, 70B), Llama 3.1 (8B, 70B, 405B) and Llama 3.2 (1B, 3B). Llama 3.0 is the 3.1 shape with
+rope_scaling_factor = 1.
 """
 
 from __future__ import annotations
@@ -79,6 +80,23 @@ def build_llama_config(name: str, flavor: str, changes: dict[str, Any]) -> Llama
     if {"dim", "n_heads"} & given.keys():
         given.setdefault("head_dim", 0)
     return dataclasses.replace(FLAVORS[name][flavor], **given)
+
+
+_BLOCK_MODULES = (
+    *("attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo"),
+    *("ffn_norm", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+)
+
+
+def weight_modules(c: LlamaConfig) -> list[str]:
+    """Name the modules that use a weight, in the order of the model."""
+    blocks = [f"layers.{i}.{name}" for i in range(c.n_layers) for name in _BLOCK_MODULES]
+    return ["tok_embeddings", *blocks, "norm", "output"]
+
+
+def parameter_names(c: LlamaConfig) -> list[str]:
+    """Name the parameters, in the order of the model; a tied output projection has none of its own."""
+    return [f"{name}.weight" for name in weight_modules(c) if not (name == "output" and c.tie_embeddings)]
 
 
 def count_parameters(c: LlamaConfig) -> int:

@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.llama.config import LlamaConfig
+from trainer.models.llama.config import LlamaConfig, parameter_names
 
 Rotation = tuple[Tensor, Tensor]
+
+ALL_ONES = 0.0  # as a standard deviation: nothing is drawn, and each value starts at one
 
 
 def rotary_frequencies(c: LlamaConfig, device: torch.device) -> Tensor:
@@ -146,18 +148,18 @@ class Llama(nn.Module):
 
 
 def initial_std(c: LlamaConfig) -> Mapping[str, float]:
-    """Map each parameter name to the standard deviation of its initial values; 0 means that all start at one.
+    """Map each parameter name to the standard deviation of its initial values, or to ALL_ONES.
 
     0.02 for matrices, and 0.02 / sqrt(2 x layers) for those that write into the residual stream (GPT-2, section 2.3 of
     Radford et al. 2019), so that the stream's variance doesn't grow with depth; the embedding has 1, because RMSNorm
     divides by its scale anyway, except where it is tied to the output projection.
     """
     into_stream = 0.02 / math.sqrt(2 * c.n_layers)
-    std = {"tok_embeddings.weight": 0.02 if c.tie_embeddings else 1.0, "norm.weight": 0.0}
-    for i in range(c.n_layers):
-        block = f"layers.{i}"
-        std |= {f"{block}.attention_norm.weight": 0.0, f"{block}.ffn_norm.weight": 0.0}
-        std |= {f"{block}.attention.{w}.weight": 0.02 for w in ("wq", "wk", "wv")}
-        std |= {f"{block}.feed_forward.{w}.weight": 0.02 for w in ("w1", "w3")}
-        std |= {f"{block}.attention.wo.weight": into_stream, f"{block}.feed_forward.w2.weight": into_stream}
-    return std if c.tie_embeddings else {**std, "output.weight": 1 / math.sqrt(c.dim)}
+    by_module = {
+        "tok_embeddings": 0.02 if c.tie_embeddings else 1.0,
+        **dict.fromkeys(("attention_norm", "ffn_norm", "norm"), ALL_ONES),
+        **dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), 0.02),
+        **dict.fromkeys(("wo", "w2"), into_stream),
+        "output": 1 / math.sqrt(c.dim),
+    }
+    return {name: by_module[name.split(".")[-2]] for name in parameter_names(c)}
