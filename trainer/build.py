@@ -23,7 +23,7 @@ from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
 from trainer.data.rows import Rows
-from trainer.distributed import Place, check_agreement, gather_objects, host_group
+from trainer.distributed import Place, check_agreement, gather_objects, host_group, set_determinism
 from trainer.interrupt import Interrupt
 from trainer.launch import DTYPES, Launch, build_shape
 from trainer.loss import UNCOUNTED, sum_token_losses
@@ -115,7 +115,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     check_agreement("The content of training.dataset and the tokenizer", launch.prepared.fingerprint, host)
     check_agreement("The checkpoint to resume from", str(launch.resume.path and launch.resume.path.name), host)
     torch.manual_seed(config.debug.seed + place.rank)
-    torch.use_deterministic_algorithms(config.debug.deterministic)
+    set_determinism(config.debug.deterministic)
 
     mesh = build_mesh_of(config, place.device, place.world_size)
     check_collectives(mesh, place.device)

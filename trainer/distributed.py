@@ -49,20 +49,34 @@ def find_place() -> Place:
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name, default))
 
-    local_rank = number("LOCAL_RANK", 0)
-    has_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    local_rank, local_world_size = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
     return Place(
         rank=number("RANK", 0),
         local_rank=local_rank,
         world_size=number("WORLD_SIZE", 1),
-        local_world_size=number("LOCAL_WORLD_SIZE", 1),
-        device=torch.device("cuda", local_rank) if has_gpu else torch.device("cpu"),
+        local_world_size=local_world_size,
+        device=_choose_device(local_rank, local_world_size),
     )
+
+
+def _choose_device(local_rank: int, local_world_size: int) -> torch.device:
+    """Return a GPU of this rank's own, or the CPU where not every rank of this machine can have one."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus >= local_world_size:
+        return torch.device("cuda", local_rank)
+    if local_rank == 0:
+        log.warning(
+            f"{local_world_size} ranks on this machine and {gpus} GPU{'s' * (gpus > 1)}, and each rank needs one of "
+            f"its own: training on the CPU, far slower. To use the GPUs: torchrun --nproc-per-node {gpus}"
+        )
+    return torch.device("cpu")
 
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
-    """Hold the default process group open. Collective over all ranks.
+    """Collective over all ranks. Hold the default process group open.
 
     After an exception nothing is taken down: that may wait for ranks that wait for this one. End the process instead.
     """
@@ -125,7 +139,7 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 
 
 def host_group(timeout_seconds: int) -> dist.ProcessGroup:
-    """Make a gloo group over all ranks for host tensors, apart from the device's traffic. Collective over all ranks."""
+    """Collective over all ranks. Make a gloo group for host tensors, apart from the device's traffic."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
@@ -136,20 +150,36 @@ def set_timeout(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's `value`, in rank order. Collective over `group`; for small values at start and end only."""
+    """Collective over `group`. Return every rank's `value`, in rank order; for small values at start and end only."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def check_agreement(what: str, value: str, group: dist.ProcessGroup) -> None:
-    """Raise ConfigError on every rank if `value` differs between ranks. Collective over `group`."""
+    """Collective over `group`. Raise ConfigError on every rank if `value` differs between ranks."""
     values = gather_objects(value, group)
     if len(set(values)) > 1:
         table = "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
         raise ConfigError(
             [f"{what} must be the same on every rank, and is not:\n{table}\nGive all machines the same files."]
         )
+
+
+def set_determinism(enable: bool) -> None:
+    """Say whether an operation must give the same bits each time; one that has no such form is then an error."""
+    if enable:
+        # cuBLAS reads it when it starts, and isn't deterministic without (docs.nvidia.com/cuda/cublas, Reproducibility)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enable)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return host values on `device`. The host goes on at once: the copy stands in the device's queue like any work."""
+    if device.type != "cuda":
+        return values.to(device)
+    # From memory that may be paged out, a copy waits for all that is queued before it.
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

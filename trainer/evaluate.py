@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from trainer.data.batches import Microbatch
+from trainer.distributed import to_device
 from trainer.loss import count_labels
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import DATA_AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def evaluate(
     device: torch.device,
     interrupted: Callable[[], bool],
 ) -> Evaluation | None:
-    """Return the mean loss of the held-out tokens, or None if interrupted. Collective over all ranks.
+    """Collective over all ranks. Return the mean loss of the held-out tokens, or None if interrupted.
 
     Every rank has the same number of microbatches, padded with uncounted labels. The training graph is used as it is,
     gradients recorded and dropped: a graph without them would be a second compilation, with other float bits.
@@ -36,8 +37,8 @@ def evaluate(
     for rows in held_out:
         if interrupted():
             return None
-        labels_BT = rows.labels_BT.to(device)
-        total += sum_losses(rows.tokens_BT.to(device), labels_BT).detach()
+        labels_BT = to_device(rows.labels_BT, device)
+        total += sum_losses(to_device(rows.tokens_BT, device), labels_BT).detach()
         tokens += count_labels(labels_BT)
-    counted = int(mesh.sum(tokens).item())
-    return Evaluation(loss=mesh.sum(total).item() / counted, tokens=counted)
+    counted = int(mesh.sum(tokens, over=DATA_AXES).item())
+    return Evaluation(loss=mesh.sum(total, over=DATA_AXES).item() / counted, tokens=counted)

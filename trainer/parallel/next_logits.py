@@ -1,4 +1,4 @@
-"""Sampling from a parallelized model: the ids of a text in, the logits of the token after it out, on all ranks alike."""
+"""Sampling from a parallelized model: the ids of a text in, the logits of the next token out, on all ranks alike."""
 
 from __future__ import annotations
 
