@@ -32,7 +32,7 @@ from trainer.metrics.writer import Metrics, build_metrics
 from trainer.models.registry import FAMILIES
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
-from trainer.parallel.compile import build_sum_losses, choose_backend
+from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.overlap.arrange import Overlap
@@ -41,6 +41,7 @@ from trainer.parallel.partition import Partition
 from trainer.parallel.self_test import check_collectives
 from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
+from trainer.parallel.toolchain import choose_backend
 from trainer.schedule import Schedule, build_schedule
 
 log = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ def _choose_backend(config: Config, place: Place, group: dist.ProcessGroup) -> s
     """Return what runs the graph, the same on all ranks: they issue one sequence of collectives. Collective."""
     if not config.compile.enable:
         return "eager"
-    choices = gather_objects(choose_backend(config.compile.backend, place.device), group)
+    choices = gather_objects(choose_backend(config.compile.backend), group)
     refused = {rank: (backend, reason) for rank, (backend, reason) in enumerate(choices) if reason}
     if not refused:
         return config.compile.backend

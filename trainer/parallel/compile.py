@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import subprocess
-import sysconfig
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,44 +18,13 @@ from trainer.parallel.regather import regather_in_backward
 
 SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 
-_PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint ready() { return omp_get_max_threads(); }\n"
-
 
 # Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory.
-KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "reorder_for_compute_comm_overlap": False}
-
-
-@functools.cache
-def find_missing_toolchain() -> str | None:
-    """Return why Inductor can't build CPU kernels here, or None. Builds one tiny kernel to find out."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        compiler = get_cpp_compiler()
-    except Exception as error:  # Inductor's own error type differs between releases; its text is what matters
-        return str(error).splitlines()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.cpp")
-        source.write_text(_PROBE)
-        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_paths()['include']}"]
-        try:
-            done = subprocess.run(
-                [*command, str(source), "-o", str(source.with_suffix(".so"))], capture_output=True, text=True
-            )
-        except OSError as error:
-            return f"{compiler} does not run: {error}"
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines()
-            return f"{compiler} failed: {lines[0] if lines else f'exit code {done.returncode}'}"
-    return None
-
-
-def choose_backend(requested: str, device: torch.device) -> tuple[str, str | None]:
-    """Return the backend to use and, where it isn't the requested one, why."""
-    if requested != "inductor" or device.type != "cpu":
-        return requested, None
-    missing = find_missing_toolchain()
-    return ("aot_eager", missing) if missing else (requested, None)
+KEEP_ORDER = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
 
 
 @dataclass(frozen=True)
@@ -92,10 +56,9 @@ def build_backend(
     keep_order = KEEP_ORDER if partition.overlap.reorder else {}
 
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
-        key = key_of(gm, inputs, partition.uuid())
-        compiled = compile_fx(gm, inputs, config_patches={"custom_partitioner_fn": partition, **keep_order})
-        report.keep(key)
-        return compiled
+        patches = {"custom_partitioner_fn": partition, **keep_order}
+        with report.kept_under(key_of(gm, inputs, partition.uuid())):
+            return compile_fx(gm, inputs, config_patches=patches)
 
     return inductor
 

@@ -6,10 +6,11 @@ describes, under a key of all that decides the graphs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,30 @@ class GraphReport:
         self.lines = {name: summarize(find_collectives(gm, self.axes)) for name, gm in graphs.items()}
         self.from_cache = False
 
-    def keep(self, key: str) -> None:
-        """Store what was recorded; or, where nothing was because the compiler's cache had the graphs, look it up."""
+    @contextlib.contextmanager
+    def kept_under(self, key: str) -> Iterator[None]:
+        """Around a compilation: store what it recorded, or look it up where the compiler's cache had the graphs."""
+        self.lines = {}
+        yield
         path = Path(cache_dir(), "fullgraph", f"{key}.json")
         if self.lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(self.lines))
+            draft.write_text(json.dumps(self.lines), encoding="utf-8")
             draft.replace(path)
         elif path.exists():
-            self.lines, self.from_cache = json.loads(path.read_text()), True
+            self.lines, self.from_cache = json.loads(path.read_text(encoding="utf-8")), True
 
 
 def key_of(gm: GraphModule, inputs: list[Any], partition_key: str) -> str:
-    """Return a key of what decides the graphs made from the captured `gm`."""
+    """Return a key of what decides the graphs made from the captured `gm`: its operations, those inside recomputed
+    blocks and what these keep, the inputs' kinds and shapes, and the partition."""
+    graphs = [f"{name} {_text(module)}" for name, module in gm.named_modules() if isinstance(module, GraphModule)]
     shapes = [(str(type(x)), tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
-    text = "\n".join([str(gm.graph), str(shapes), partition_key, torch.__version__])
+    text = "\n".join([*graphs, str(shapes), partition_key, torch.__version__])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(gm: GraphModule) -> str:
+    policies = [node.meta.get("_checkpoint_context_fn") for node in gm.graph.nodes]
+    return f"{gm.graph} {[policy.cache_hash for policy in policies if policy is not None]}"

@@ -8,15 +8,16 @@ partitioner chooses by itself.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "selective", "full", "memory_budget")
 BY_OPERATION = "op"
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ def _keep_some_operations() -> Any:
 
 
 # Compile caches tell policies apart by this attribute, and are bypassed without it.
-_keep_some_operations.cache_hash = "attention, sums over ranks, and every second matmul"  # type: ignore[attr-defined]
+_keep_some_operations.cache_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -69,7 +70,8 @@ def _recomputing_class(cls: type[nn.Module], by_operation: bool) -> type[nn.Modu
 def apply_recompute(model: nn.Module, blocks: str, *, mode: str, option: str) -> None:
     """Let the modules whose names match `blocks` recompute themselves in backward. Changes `model`.
 
-    `mode` is one of MODES; for `selective`, `option` is "op", or n as text for every n-th block.
+    `mode` is none, selective, full or memory_budget; for `selective`, `option` is "op", or n as text for every n-th
+    block.
     """
     if mode in ("none", "memory_budget"):
         return

@@ -1,0 +1,87 @@
+"""The compile cache: a second start compiles nothing, and whatever changes a graph is part of the key."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from trainer.loss import sum_token_losses
+from trainer.models.llama.config import LlamaConfig
+from trainer.models.llama.model import Llama, initial_std
+from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
+from trainer.parallel.compile import build_sum_losses
+from trainer.parallel.graph_report import GraphReport
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.overlap.arrange import PLAIN, Overlap
+from trainer.parallel.parallelize import Layout, initialize, parallelize
+from trainer.parallel.partition import Partition
+from trainer.parallel.simple_fsdp import Precision
+
+SHAPE = LlamaConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=24, vocab_size=32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    regather: bool = True
+    recompute: str = "none"
+    option: str = ""
+    overlap: Overlap = PLAIN
+    other_source: bool = False
+
+
+def compile_once(rank: int, case: Case) -> GraphReport:
+    """Compile and run one step in a fresh process, as a launch does."""
+    if case.other_source:
+        uuid = Partition.uuid
+        Partition.uuid = lambda self: f"changed {uuid(self)}"
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=1, dp_shard=2)
+    with torch.device("meta"):
+        model = Llama(SHAPE)
+    layout = Layout(TENSOR_PARALLEL, BLOCKS, Precision(torch.float32, torch.float32), case.recompute, case.option)
+    parallelize(model, mesh, layout)
+    initialize(model, torch.device("cpu"), initial_std(SHAPE), seed=0)
+    report = GraphReport(mesh.axis_of_group())
+    sum_losses = build_sum_losses(
+        model,
+        sum_token_losses,
+        enable=True,
+        backend="inductor",
+        loss_inside=True,
+        partition=Partition(case.regather, overlap=case.overlap),
+        report=report,
+    )
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    sum_losses(tokens, tokens).backward()
+    return report
+
+
+@pytest.mark.slow
+def test_a_second_start_hits_the_cache_and_every_change_misses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    base = Case()
+    first = run_ranks(compile_once, 2, base, timeout_seconds=400)
+    assert not any(report.from_cache for report in first)
+    second = run_ranks(compile_once, 2, base, timeout_seconds=400)
+    assert all(report.from_cache for report in second)
+    assert [report.lines for report in second] == [report.lines for report in first]
+    for changed in (
+        dataclasses.replace(base, regather=False),
+        dataclasses.replace(base, recompute="selective", option="op"),
+        dataclasses.replace(base, overlap=Overlap(bucketing="block")),
+        dataclasses.replace(base, other_source=True),
+    ):
+        reports = run_ranks(compile_once, 2, changed, timeout_seconds=400)
+        assert not any(report.from_cache for report in reports), changed
+
+
+def test_the_partitions_key_changes_with_its_settings_and_our_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [Partition(True), Partition(False), Partition(True, 0.5), Partition(True, overlap=Overlap("block"))]
+    assert len({partition.uuid() for partition in keys}) == len(keys)
+    before = Partition(True).uuid()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"# changed")
+    assert Partition(True).uuid() != before
