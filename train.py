@@ -12,11 +12,20 @@ from trainer.config.schema import Config
 from trainer.config.text import format_config, format_help
 from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
 from trainer.log import setup_logging
-from trainer.resume import fill_from_checkpoint, find_resume
+from trainer.resume import Resume, check_launch
 
 
 def main(argv: list[str]) -> int:
     """Return the exit code: 0 trained or stopped by a signal, 1 failed, 2 refused before anything started."""
+    resume = Resume()
+
+    def check(config: Config, flags: Flags) -> list[str]:
+        nonlocal resume
+        if flags.dry_run:  # of any run, not of a folder's
+            return check_config(config, flags.count_ranks())
+        resume, problems = check_launch(config, flags.count_ranks())
+        return check_flags(flags) + problems
+
     try:
         loaded = load_config(argv, check=check)
         if loaded.flags.help or loaded.flags.print_config:
@@ -25,30 +34,19 @@ def main(argv: list[str]) -> int:
         color = not loaded.config.metrics.disable_color_printing
         setup_logging(int(os.environ.get("RANK", 0)), color=color)
         if loaded.flags.dry_run:
-            return dry_run(loaded.config, count_ranks(loaded.flags))
-        return launch(loaded.config)
+            return dry_run(loaded.config, loaded.flags.count_ranks())
+        return launch(loaded.config, resume)
     except ConfigError as error:
         return refuse(error)
 
 
-def count_ranks(flags: Flags) -> int:
-    return flags.world_size or int(os.environ.get("WORLD_SIZE", 1))
-
-
-def check(config: Config, flags: Flags) -> list[str]:
-    """Return what is wrong between settings. Those left open are what the first launch of the run made of them."""
-    problems = []
-    if flags.world_size and not (flags.dry_run or flags.print_config):
-        problems.append(
-            f"--world-size {flags.world_size}\nIt is how many ranks --dry-run and --print-config take for given. "
-            f"Add one of them, or start as many processes: torchrun --nproc-per-node {flags.world_size} train.py ..."
-        )
-    if config.checkpoint.enable and not flags.dry_run:
-        try:
-            config = fill_from_checkpoint(config, find_resume(config))
-        except ValueError as error:
-            problems.append(str(error))
-    return problems + check_config(config, count_ranks(flags))
+def check_flags(flags: Flags) -> list[str]:
+    if not flags.world_size or flags.dry_run or flags.print_config:
+        return []
+    return [
+        f"--world-size {flags.world_size}\nIt is how many ranks --dry-run and --print-config take for given. "
+        f"Add one of them, or start as many processes: torchrun --nproc-per-node {flags.world_size} train.py ..."
+    ]
 
 
 def refuse(error: ConfigError) -> int:
@@ -68,7 +66,7 @@ def dry_run(config: Config, world_size: int) -> int:
     return 0
 
 
-def launch(config: Config) -> int:
+def launch(config: Config, resume: Resume) -> int:
     """Train for one launch. Collective over all ranks."""
     from trainer.build import build_run
     from trainer.distributed import end_failed_rank, find_place, process_group
@@ -78,7 +76,7 @@ def launch(config: Config) -> int:
 
     end_at_once_on_signals()
     place = find_place()
-    plan = plan_launch(config, place)
+    plan = plan_launch(config, place, resume)
     try:
         with process_group(place, config.comm.init_timeout_seconds):
             try:

@@ -1,4 +1,7 @@
-"""Print the learning rate of any step: `python scripts/print_schedule.py --config NAME --steps 1,100,1000`."""
+"""Print the learning rate a run has at any step: `python scripts/print_schedule.py --config NAME --steps 1,100,1000`.
+
+Takes and refuses the settings that train.py does, those of a checkpoint to resume from included.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from trainer.config.arguments import Flags
 from trainer.config.load import ConfigError, load_config
+from trainer.config.schema import Config
 from trainer.door import EXIT_REFUSED, open_door
-from trainer.schedule import build_schedule
+from trainer.resume import Resume, check_launch, fill_from_checkpoint
+from trainer.schedule import build_schedule_of
 
 MOST_LINES = 50
 
@@ -26,26 +32,25 @@ def main(argv: list[str]) -> int:
     """Print `step lr` for each step asked for, or for a choice of all. Takes train.py's settings too."""
     parser = argparse.ArgumentParser(
         description="Print the learning rate of any step.",
-        epilog="Takes --config and --section.key as train.py does.",
+        epilog="Takes --config, --section.key and --world-size as train.py does.",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=read_steps, metavar="N,N,...", help="steps to print, the first being 1")
     arguments, settings_argv = parser.parse_known_args(argv)
+    resume = Resume()
+
+    def check(config: Config, flags: Flags) -> list[str]:
+        nonlocal resume
+        resume, problems = check_launch(config, flags.count_ranks())
+        return problems
+
     try:
-        config = load_config(settings_argv).config
+        config = load_config(settings_argv, check=check).config
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
-    settings = config.lr_scheduler
-    total = settings.total_steps or config.training.steps
-    schedule = build_schedule(
-        peak=config.optimizer.lr,
-        warmup_steps=settings.warmup_steps,
-        total_steps=total,
-        decay_ratio=settings.decay_ratio,
-        decay_type=settings.decay_type,
-        min_lr_factor=settings.min_lr_factor,
-    )
+    schedule = build_schedule_of(fill_from_checkpoint(config, resume))
+    total = schedule.total_steps
     for step in arguments.steps or range(1, total + 1, max(1, total // MOST_LINES)):
         print(f"{step:8} {schedule(step - 1):.6e}")
     return 0

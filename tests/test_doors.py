@@ -163,6 +163,16 @@ def test_the_schedule_of_any_step_is_printed(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.split() == ["1", "2.500000e-01", "4", "1.000000e+00", "8", "0.000000e+00"]
     assert print_schedule.main([*flags, "--optimizer.lrr", "1"]) == REFUSED
     assert "optimizer.lrr" in capsys.readouterr().err
+    assert print_schedule.main([*flags, "--lr_scheduler.warmup_steps", "9"]) == REFUSED
+    assert "Use at most 8 steps" in capsys.readouterr().err
+
+
+def test_the_schedule_of_a_resume_is_that_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left_open = [flag for flag in arguments(folder, training__steps=2) if "total_steps" not in flag]
+    assert print_schedule.main([*left_open, "--steps", "3,20,21"]) == 0
+    assert capsys.readouterr().out.split() == ["3", "1.000000e-02", "20", "0.000000e+00", "21", "0.000000e+00"]
+    assert print_schedule.main([*left_open, "--optimizer.lr=0.5"]) == REFUSED
+    assert "optimizer.lr: 0.5 now, 0.01 there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["", "1,x", "0", "1,,2"])

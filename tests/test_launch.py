@@ -17,11 +17,13 @@ from trainer.config.check import check_config
 from trainer.config.load import ConfigError, load_config
 from trainer.config.schema import Config, replace
 from trainer.distributed import Place
-from trainer.launch import Launch, estimate_launch, plan_launch
+from trainer.fit import estimate_launch
+from trainer.launch import Launch, plan_launch
 from trainer.memory import GIB, device_capacity_bytes, estimate_memory
 from trainer.models.llama.config import weight_modules
 from trainer.models.registry import FAMILIES
 from trainer.parallel.overlap.plan import check_patterns
+from trainer.resume import Resume, check_launch
 
 CPU = torch.device("cpu")
 
@@ -31,7 +33,11 @@ def place(world_size: int = 1) -> Place:
 
 
 def plan(folder: Path, world_size: int = 1, **changes: Any) -> Launch:
-    return plan_launch(load_config(arguments(folder, **changes)).config, place(world_size))
+    config = load_config(arguments(folder, **changes)).config
+    resume, problems = check_launch(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+    return plan_launch(config, place(world_size), resume)
 
 
 def problems_of(folder: Path, world_size: int = 1, **changes: Any) -> list[str]:
@@ -78,6 +84,15 @@ def test_a_changed_experiment_is_refused_by_name_unless_accepted(run: Path) -> N
     assert plan(run, **changed, checkpoint__accept_changes="optimizer.lr,optimizer.weight_decay").resume.path
 
 
+def test_a_changed_experiment_is_refused_before_the_data_is_encoded(run: Path) -> None:
+    changed = {**LEFT_OPEN, "training__steps": 3, "optimizer__lr": 0.5, "training__cache_folder": run / "new"}
+    (problem,) = problems_of(run, **changed, checkpoint__accept_changes="training.dataset")
+    assert "--checkpoint.accept_changes optimizer.lr,training.dataset" in problem
+    assert not (run / "new").exists()
+    found = problems_of(run, **changed, model__args__n_kv_heads=3)
+    assert len(found) == 2, "with what else is wrong between settings"
+
+
 def test_changed_data_is_a_changed_experiment_and_moved_data_is_not(run: Path) -> None:
     settings = {**LEFT_OPEN, "training__steps": 3}
     moved = (run / "documents.jsonl").rename(run / "moved.jsonl")
@@ -98,7 +113,7 @@ def test_a_step_that_is_not_there_is_refused(run: Path) -> None:
 def test_missing_tokenizer_missing_data_and_too_little_memory_are_told_at_once() -> None:
     config = load_config(["--config", "llama3_8b.toml"]).config
     with pytest.raises(ConfigError) as caught:
-        plan_launch(config, place())
+        plan_launch(config, place(), Resume())
     memory_problem, data, tokenizer = caught.value.problems
     assert "Use more ranks" in memory_problem
     assert (
@@ -113,7 +128,7 @@ def test_the_flags_that_run_without_files_do(tmp_path: Path) -> None:
     flags = ["--training.dataset", "stdlib", "--training.dataset_path", "", "--model.tokenizer_path", "bytes"]
     small = ["--model.flavor", "debugmodel", "--training.seq_len", "16", f"--job.dump_folder={tmp_path}"]
     config = load_config(["--config", "llama3_8b.toml", *flags, *small]).config
-    assert plan_launch(config, place()).prepared.tokenizer.vocab_size == 258
+    assert plan_launch(config, place(), Resume()).prepared.tokenizer.vocab_size == 258
 
 
 @pytest.mark.parametrize(
@@ -122,7 +137,10 @@ def test_the_flags_that_run_without_files_do(tmp_path: Path) -> None:
         ({"model__args__vocab_size": 257}, ["model.args.vocab_size = 257", "at least the tokenizer's 258 ids"]),
         ({"training__dataset_path": "nowhere/*.jsonl"}, ["training.dataset_path = 'nowhere/*.jsonl'", "stdlib"]),
         ({"model__tokenizer_path": "nowhere"}, ["model.tokenizer_path = 'nowhere'", "no such file", "bytes"]),
-        ({"training__cache_folder": "/dev/null/x"}, ["training.cache_folder = '/dev/null/x'", "Way out|give another"]),
+        (
+            {"training__cache_folder": "/dev/null/x"},
+            ["training.cache_folder = '/dev/null/x'", "Way out: --training.cache_folder"],
+        ),
         ({"job__dump_folder": "/dev/null/x"}, ["job.dump_folder = '/dev/null/x'", "give another --job.dump_folder"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

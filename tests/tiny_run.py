@@ -20,6 +20,7 @@ from trainer.distributed import find_place
 from trainer.launch import plan_launch
 from trainer.log import setup_logging
 from trainer.loop import train
+from trainer.resume import find_resume
 
 TINY = {
     "model.flavor": "debugmodel",
@@ -82,7 +83,8 @@ def launch_once(argv: list[str], *, change: Callable[[Run], None] | None = None)
     result = Result()
     with log_lines() as result.log:
         place = find_place()
-        run = build_run(plan_launch(load_config(argv).config, place), place)
+        config = load_config(argv).config
+        run = build_run(plan_launch(config, place, find_resume(config)), place)
         if change is not None:
             change(run)
         try:

@@ -24,12 +24,13 @@ from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
 from trainer.data.rows import Rows
 from trainer.distributed import Place, check_agreement, gather_objects, host_group, set_determinism
+from trainer.dtypes import DTYPES
 from trainer.interrupt import Interrupt
-from trainer.launch import DTYPES, Launch, build_shape
+from trainer.launch import Launch
 from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.metrics.peak_flops import Peak, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
-from trainer.models.registry import FAMILIES
+from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
 from trainer.parallel.compile import build_sum_losses
@@ -42,7 +43,7 @@ from trainer.parallel.self_test import check_collectives
 from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
 from trainer.parallel.toolchain import choose_backend
-from trainer.schedule import Schedule, build_schedule
+from trainer.schedule import Schedule, build_schedule_of
 
 log = logging.getLogger(__name__)
 
@@ -233,19 +234,6 @@ def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         momentum=settings.momentum,
-    )
-
-
-def build_schedule_of(config: Config) -> Schedule:
-    """Build the schedule of a config whose total_steps, if left open, is training.steps."""
-    settings = config.lr_scheduler
-    return build_schedule(
-        peak=config.optimizer.lr,
-        warmup_steps=settings.warmup_steps,
-        total_steps=settings.total_steps or config.training.steps,
-        decay_ratio=settings.decay_ratio,
-        decay_type=settings.decay_type,
-        min_lr_factor=settings.min_lr_factor,
     )
 
 

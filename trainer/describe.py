@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from trainer.build import build_mesh_of, build_sharded_model
 from trainer.config.check import accumulation_steps, resolve_global_batch_size
 from trainer.config.schema import Config
-from trainer.launch import build_shape, estimate_launch
-from trainer.models.registry import FAMILIES
+from trainer.fit import estimate_launch
+from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import split_by_decay
 from trainer.parallel.mesh import Mesh
 

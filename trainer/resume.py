@@ -12,9 +12,12 @@ from typing import Any
 
 from trainer.checkpoint.folder import find_checkpoint
 from trainer.checkpoint.state import read_state
-from trainer.config.schema import Config, replace
+from trainer.config.check import check_config
+from trainer.config.schema import Config, experiment_half, replace
 
 log = logging.getLogger(__name__)
+
+DATASET = "training.dataset"  # under this name a checkpoint has what the tokens are
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,25 @@ def fill_from_checkpoint(config: Config, resume: Resume) -> Config:
     return replace(config, {name: stored[name] for name, is_open in open_settings.items() if is_open and stored})
 
 
+def check_launch(config: Config, world_size: int) -> tuple[Resume, list[str]]:
+    """Find the checkpoint to continue from, and what makes the settings impossible, alone or beside its own.
+
+    What the tokens are is compared later, by `plan_launch`: it takes the data.
+    """
+    try:
+        resume = find_resume(config)
+    except ValueError as error:
+        return Resume(), [str(error), *check_config(config, world_size)]
+    config = fill_from_checkpoint(config, resume)
+    now = {name: value for name, value in experiment_half(config).items() if name != DATASET}
+    changed = check_experiment(now, resume, set(config.checkpoint.accept_changes))
+    return resume, changed + check_config(config, world_size)
+
+
 def check_experiment(now: dict[str, Any], resume: Resume, accepted: set[str]) -> list[str]:
     """Compare the experiment half `now` with the checkpoint's, and return what differs and isn't accepted by name."""
-    stored = resume.state.get("experiment")
-    if stored is None:
-        return []
-    changed = sorted(name for name in now.keys() | stored.keys() if now.get(name) != stored.get(name))
-    idle = accepted - set(changed)
-    if idle:
-        log.warning(f"checkpoint.accept_changes names settings that have not changed: {sorted(idle)}")
+    stored = resume.state.get("experiment", {})
+    changed = _changed(now, resume)
     refused = [f"{name}: {now.get(name)!r} now, {stored.get(name)!r} there" for name in changed if name not in accepted]
     if not refused:
         return []
@@ -64,5 +77,22 @@ def check_experiment(now: dict[str, Any], resume: Resume, accepted: set[str]) ->
         f"These settings decide the numbers of the experiment and differ from {resume.path}:\n"
         + "\n".join(refused)
         + "\nSet them back, start anew in another --job.dump_folder, or accept them by name with "
-        f"--checkpoint.accept_changes {','.join(changed)}"
+        f"--checkpoint.accept_changes {','.join(sorted(accepted.union(changed)))}"
     ]
+
+
+def warn_of_idle(now: dict[str, Any], resume: Resume, accepted: set[str]) -> None:
+    """Warn of changes that are accepted and not there. `now` is the whole experiment half."""
+    idle = accepted.difference(_changed(now, resume))
+    if idle and resume.path:
+        log.warning(f"checkpoint.accept_changes names settings that have not changed: {sorted(idle)}")
+
+
+def _changed(now: dict[str, Any], resume: Resume) -> list[str]:
+    stored = resume.state.get("experiment")
+    if stored is None:
+        return []
+    names = now.keys() | stored.keys()
+    if DATASET not in now:  # the data isn't prepared yet
+        names.discard(DATASET)
+    return sorted(name for name in names if now.get(name) != stored.get(name))

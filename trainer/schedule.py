@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trainer.config.schema import Config
+
 SHAPES = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -18,7 +20,7 @@ class Schedule:
 
     Update number n (from 1) has peak * n / warmup_steps during warm-up, so the first is peak / warmup_steps and number
     warmup_steps is the peak exactly. The last `decay_steps` updates fall from the peak to `min_lr_factor` * peak, which
-    the last one, number total_steps, reaches exactly. Beyond that the floor holds.
+    the last one, number total_steps, reaches exactly; without any the peak holds. Later updates have the last one's.
     """
 
     peak: float
@@ -52,3 +54,16 @@ def build_schedule(
     after_warmup = total_steps - warmup_steps
     decay_steps = after_warmup if decay_ratio is None else min(after_warmup, round(total_steps * decay_ratio))
     return Schedule(peak, warmup_steps, decay_steps, total_steps, decay_type, min_lr_factor)
+
+
+def build_schedule_of(config: Config) -> Schedule:
+    """Build the schedule of a config whose total_steps, if left open, is training.steps."""
+    settings = config.lr_scheduler
+    return build_schedule(
+        peak=config.optimizer.lr,
+        warmup_steps=settings.warmup_steps,
+        total_steps=settings.total_steps or config.training.steps,
+        decay_ratio=settings.decay_ratio,
+        decay_type=settings.decay_type,
+        min_lr_factor=settings.min_lr_factor,
+    )

@@ -10,6 +10,7 @@ from torch import nn
 from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.state import read_state
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.dtypes import DTYPES
 from trainer.models.registry import FAMILIES
 from trainer.parallel.parameters import replace_parameters
 
@@ -25,7 +26,7 @@ def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Token
     family = FAMILIES[name]
     with torch.device("meta"):
         model = family.build_model(family.build_config(name, flavor, changes))
-    model.to(getattr(torch, experiment["training.dtype"]))
+    model.to(DTYPES[experiment["training.dtype"]])
     replace_parameters(model, lambda _, p: nn.Parameter(torch.empty_like(p, device=device)))
     load_tensors(
         path,
@@ -34,6 +35,6 @@ def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Token
         allow_extra=lambda key: not key.startswith("model."),
         process_group=None,
     )
-    compute_dtype = getattr(torch, experiment["training.mixed_precision_param"])
+    compute_dtype = DTYPES[experiment["training.mixed_precision_param"]]
     replace_parameters(model, lambda _, p: nn.Parameter(p.detach().to(compute_dtype)))
     return model, load_tokenizer(str(path / "tokenizer"))

@@ -6,6 +6,7 @@ is `load.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ class Flags:
     help: bool = False
     dry_run: bool = False
     world_size: int | None = None
+
+    def count_ranks(self) -> int:
+        """Return how many ranks there are: as many as --world-size says, else torchrun's, else one."""
+        return self.world_size or int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The families a config's `model.name` may name, and what the trainer needs of each. A literal dict, nothing more."""
+"""The families a config's `model.name` may name, what the trainer needs of each, and the shape a config asks for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.config.schema import Config
 from trainer.models.llama import config as llama_config
 from trainer.models.llama import model as llama_model
 from trainer.models.llama import plan as llama_plan
@@ -39,3 +40,9 @@ LLAMA = Family(
 )
 
 FAMILIES: dict[str, Family] = {"llama2": LLAMA, "llama3": LLAMA}
+
+
+def build_shape(config: Config) -> Any:
+    """Return the shape object of the config's model."""
+    model = config.model
+    return FAMILIES[model.name].build_config(model.name, model.flavor, vars(model.args))

@@ -1,0 +1,69 @@
+"""Whether a config fits its devices: the memory it takes, from the settings alone, before anything is allocated.
+
+The sum itself, and what a device has, is `memory.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from trainer.config.check import dp_degrees
+from trainer.config.schema import Config
+from trainer.distributed import Place
+from trainer.dtypes import DTYPES
+from trainer.memory import MemoryEstimate, device_capacity_bytes, estimate_memory, format_bytes
+from trainer.models.registry import FAMILIES, Family, build_shape
+
+
+def check_memory(config: Config, place: Place) -> list[str]:
+    estimate = estimate_launch(config, place.world_size)
+    capacity = device_capacity_bytes(place.device, place.local_world_size)
+    if estimate.total_bytes <= capacity:
+        return []
+    has = "the GPU has" if place.device.type == "cuda" else "of the memory available now a rank's share is"
+    return [
+        f"model.flavor = {config.model.flavor!r}, training.local_batch_size = {config.training.local_batch_size}, "
+        f"training.seq_len = {config.training.seq_len} on {place.world_size} ranks\n"
+        f"The run needs {estimate}, and {has} {format_bytes(capacity)}. "
+        "Use more ranks, or lower one of the three."
+    ]
+
+
+def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
+    """Estimate what one device must hold, from the settings alone. Errs on the low side: it may refuse a launch."""
+    shape, family = build_shape(config), FAMILIES[config.model.name]
+    tp = config.parallelism.tensor_parallel_degree
+    keeps_gathered = config.parallelism.fsdp_reshard_after_forward == "never"
+    # Gathered again in backward, parameters of about two blocks are whole at a time: one in use, one on its way.
+    gathered = shape if keeps_gathered else dataclasses.replace(shape, n_layers=min(2, shape.n_layers))
+    return estimate_memory(
+        parameters=family.count_parameters(shape) // tp,
+        gathered_parameters=family.count_parameters(gathered) // tp,
+        shards=dp_degrees(config, world_size)[1],
+        moments={"SGD": 1 if config.optimizer.momentum else 0}.get(config.optimizer.name, 2),
+        storage_bytes=DTYPES[config.training.dtype].itemsize,
+        compute_bytes=DTYPES[config.training.mixed_precision_param].itemsize,
+        activations_bytes=_count_activation_bytes(config, family, shape) // tp,
+    )
+
+
+def _count_activation_bytes(config: Config, family: Family, shape: Any) -> int:
+    """Estimate what a microbatch keeps for backward, between all and, recomputed in full, the inputs of blocks."""
+    settings, compute_bytes = config.activation_checkpoint, DTYPES[config.training.mixed_precision_param].itemsize
+    tokens = config.training.local_batch_size * config.training.seq_len
+    everything = family.count_activation_bytes(shape, tokens, compute_bytes)
+    one_block = family.count_activation_bytes(dataclasses.replace(shape, n_layers=1), tokens, compute_bytes)
+    least = one_block + (shape.n_layers - 1) * tokens * shape.dim * compute_bytes
+    kept_ratio = {
+        "none": 1.0,
+        "selective": _selective_ratio(settings.selective_ac_option),
+        "full": 0.0,
+        "memory_budget": settings.memory_budget,
+    }[settings.mode]
+    return int(least + (everything - least) * kept_ratio)
+
+
+def _selective_ratio(option: str) -> float:
+    """Return what selective recomputation keeps: all but every n-th block, or roughly half of each one's results."""
+    return 1 - 1 / int(option) if option.isdecimal() else 0.5
