@@ -159,10 +159,10 @@ def run(arguments: argparse.Namespace, base: Config, device: str) -> int:
     choose = choose_full if arguments.full else choose_quick
     cases = choose(base, place.world_size, is_tiny=arguments.config is None)
     left_out = list_meshes(base, place.world_size)[1]
-    cases, left_out = leave_out_inductor(cases, left_out, place)
-    table = Table(len(cases), place.world_size) if place.rank == 0 else None
     failed = False
     with process_group(place, WAIT_SECONDS):
+        cases, left_out = leave_out_inductor(cases, left_out)
+        table = Table(len(cases), place.world_size) if place.rank == 0 else None
         if table:
             table.print_start(cases, left_out)
         for row in verify(cases, base, place):
@@ -176,14 +176,16 @@ def run(arguments: argparse.Namespace, base: Config, device: str) -> int:
     return EXIT_FAILED if failed else 0
 
 
-def leave_out_inductor(cases: list[Case], left_out: list[str], place: Place) -> tuple[list[Case], list[str]]:
-    """Leave cases out that need a compiler this machine lacks."""
-    from trainer.parallel.compile import choose_backend
+def leave_out_inductor(cases: list[Case], left_out: list[str]) -> tuple[list[Case], list[str]]:
+    """Leave cases out that need a compiler which some rank's machine lacks. Collective over all ranks."""
+    from trainer.distributed import gather_objects, host_group
+    from trainer.parallel.toolchain import find_missing_toolchain
+    from trainer.parity.verify import WAIT_SECONDS
 
-    backend, reason = choose_backend("inductor", place.device)
-    if backend == "inductor":
+    missing = next(filter(None, gather_objects(find_missing_toolchain(), host_group(WAIT_SECONDS))), None)
+    if missing is None:
         return cases, left_out
-    return [case for case in cases if case.backend != "inductor"], [*left_out, f"inductor: {reason}"]
+    return [case for case in cases if case.backend != "inductor"], [*left_out, f"inductor: {missing}"]
 
 
 class Table:

@@ -105,7 +105,7 @@ class Trainee:
         for name, parameter in self._model.named_parameters():
             assert isinstance(parameter, DTensor)
             weight = parameter.full_tensor().detach().cpu().contiguous()
-            digest.update(weight.view(torch.uint8).numpy())
+            digest.update(weight.view(torch.uint8).numpy().data)
             if self._place.rank == 0:
                 result.weights[name] = weight
         result.digest = digest.hexdigest()

@@ -40,7 +40,9 @@ BFLOAT16_ROUNDOFF = 2.0**-8
 def bound_of(config: Config) -> Distance:
     """Return how far a case may be from one process, in the precision of `config`."""
     if config.training.mixed_precision_param == "float32":
-        return FLOAT32_BOUND
+        # AdamW moves weights in proportion to lr alone, so a larger lr than the tiny model's 1e-3 enlarges differences.
+        weights = 1e-2 * config.optimizer.lr if config.optimizer.name != "SGD" else 0.0
+        return replace(FLOAT32_BOUND, weights=max(FLOAT32_BOUND.weights, weights))
     # SGD moves a weight no farther than the clipped gradient, and in error by a roundoff of that. AdamW moves it by lr
     # even where the gradient is smaller than its rounding error, so such a weight may be anywhere on its way.
     farthest = config.optimizer.lr * config.training.steps
