@@ -72,7 +72,7 @@ def launch(config: Config, resume: Resume) -> int:
     from trainer.distributed import end_failed_rank, find_place, process_group
     from trainer.interrupt import end_at_once_on_signals
     from trainer.launch import plan_launch
-    from trainer.loop import train
+    from trainer.loop import Ending, train
 
     end_at_once_on_signals()
     place = find_place()
@@ -80,7 +80,7 @@ def launch(config: Config, resume: Resume) -> int:
     try:
         with process_group(place, config.comm.init_timeout_seconds):
             try:
-                return 0 if train(build_run(plan, place)) else EXIT_FAILED
+                return EXIT_FAILED if train(build_run(plan, place)) is Ending.NOT_FINITE else 0
             except ConfigError as error:  # on every rank alike, so they leave together
                 return refuse(error)
     except Exception as error:

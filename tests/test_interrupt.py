@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_run import arguments, launch_all, launch_once, read_numbers, write_dataset
+from tiny_run import arguments, launch_all, launch_once, read_numbers, read_rows, write_dataset
 
 from trainer.build import Run
 from trainer.interrupt import Interrupt
+from trainer.loop import Ending
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUND_SECONDS = 30  # what torchrun grants
@@ -73,7 +74,7 @@ def test_a_signal_saves_once_and_the_resume_is_bit_identical(tmp_path: Path, dur
     settings = {"training__steps": 8, "validation__enable": True, "validation__freq": 4}
     command, straight = (arguments(tmp_path, name, **settings) for name in ("cut", "straight"))
     results = run_ranks(launch_signalled, 2, command, 4, during_validation)
-    assert [result.finished for result in results] == [True, True]
+    assert [result.ending for result in results] == [Ending.INTERRUPTED] * 2
     saved = sorted(path.name for path in (tmp_path / "cut" / "checkpoint").iterdir())
     assert len(saved) == 1
     # Asked for before the step began, or after: ranks agree on the same one.
@@ -81,6 +82,26 @@ def test_a_signal_saves_once_and_the_resume_is_bit_identical(tmp_path: Path, dur
     assert any("Stopped by a signal after step" in line for line in results[0].log)
     run_ranks(launch_all, 2, [command, straight])
     assert read_numbers(tmp_path / "cut") == read_numbers(tmp_path / "straight")
+    assert read_validations(tmp_path / "cut") == read_validations(tmp_path / "straight") != []
+
+
+def read_validations(dump_folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["validation_loss"]) for row in read_rows(dump_folder, "validation_loss")]
+
+
+def launch_with_a_signal_at_the_last_step(rank: int, argv: list[str]) -> Any:
+    def change(run: Run) -> None:
+        run.interrupt.agreed = lambda: run.state.step == 4  # type: ignore[method-assign]
+
+    return [launch_once(argv, change=change), launch_once(argv), launch_once(argv)]
+
+
+def test_a_validation_that_a_signal_prevented_is_done_once_by_the_resume(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
+    command = arguments(tmp_path, training__steps=4, validation__enable=True, validation__freq=3)
+    for cut, resumed, again in run_ranks(launch_with_a_signal_at_the_last_step, 2, command):
+        assert [cut.ending, resumed.ending, again.ending] == [Ending.INTERRUPTED, Ending.COMPLETED, Ending.COMPLETED]
+    assert [step for step, _ in read_validations(tmp_path / "run")] == [3, 4]
 
 
 @contextmanager

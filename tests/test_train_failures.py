@@ -21,6 +21,7 @@ from tiny_run import arguments, launch_all, launch_once, log_lines, read_numbers
 from trainer.build import SAVE_TIMEOUT_SECONDS, Run
 from trainer.checkpoint import save
 from trainer.distributed import end_failed_rank, find_place, host_group, set_timeout
+from trainer.loop import Ending
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -112,7 +113,7 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_save_only(tmp_path: Path) -> 
         assert "the checkpoint of step 4 was not saved" in failed.error
         assert "rank 1: OSError: [Errno 28] No space left on device" in failed.error
         assert "Earlier checkpoints are untouched" in failed.error
-        assert resumed.finished
+        assert resumed.ending is Ending.COMPLETED
     run_ranks(launch_all, 2, [arguments(tmp_path, "straight", training__steps=6)])
     assert read_numbers(tmp_path / "run") == read_numbers(tmp_path / "straight")
 
@@ -170,8 +171,8 @@ def test_without_a_toolchain_on_one_rank_all_run_without_inductor(tmp_path: Path
     write_dataset(tmp_path)
     command = arguments(tmp_path, compile__enable=True, training__steps=3)
     first, second = run_ranks(launch_without_compiler, 2, command)
-    assert first.finished
-    assert second.finished
+    assert first.ending is Ending.COMPLETED
+    assert second.ending is Ending.COMPLETED
     (warning,) = [line for line in first.log if line.startswith("WARNING compile.backend")]
     assert "'inductor' has no working C++ toolchain on rank 1" in warning
     assert "/bin/false" in warning

@@ -9,6 +9,8 @@ import pytest
 from ranks import run_ranks
 from tiny_run import arguments, assert_equal_weights, launch_all, read_numbers, write_dataset
 
+from trainer.loop import Ending
+
 SPLITS = {"straight": [20], "halves": [10, 20], "parts": [5, 10, 20]}
 MOMENTUM = {"optimizer__name": "SGD", "optimizer__momentum": 0.9}
 
@@ -23,7 +25,7 @@ def check_splits(folder: Path, ranks: int, names: list[str], **changes: Any) -> 
     launches = [(name, steps) for name in names for steps in SPLITS[name]]
     commands = [arguments(folder, name, training__steps=steps, **changes) for name, steps in launches]
     (results, *_) = run_ranks(launch_all, ranks, commands, timeout_seconds=300)
-    assert all(result.finished for result in results)
+    assert all(result.ending is Ending.COMPLETED for result in results)
     ends = {name: result.weights for (name, _), result in zip(launches, results, strict=True)}
     expected = read_numbers(folder / names[0])
     assert [step for step, *_ in expected] == list(range(1, 21))

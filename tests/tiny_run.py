@@ -19,7 +19,7 @@ from trainer.config.load import load_config
 from trainer.distributed import find_place
 from trainer.launch import plan_launch
 from trainer.log import setup_logging
-from trainer.loop import train
+from trainer.loop import Ending, train
 from trainer.resume import find_resume
 
 TINY = {
@@ -70,7 +70,7 @@ def arguments(folder: Path, name: str = "run", **changes: Any) -> list[str]:
 class Result:
     """What one rank saw of a launch."""
 
-    finished: bool | None = None
+    ending: Ending | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     error: str = ""
@@ -88,7 +88,7 @@ def launch_once(argv: list[str], *, change: Callable[[Run], None] | None = None)
         if change is not None:
             change(run)
         try:
-            result.finished = train(run)
+            result.ending = train(run)
         except Exception:
             result.error = traceback.format_exc()
     result.weights = {name: p.detach().full_tensor() for name, p in run.model.named_parameters()}

@@ -8,13 +8,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.build import build_mesh_of, build_sharded_model
+from trainer.build import Run, build_mesh_of, build_sharded_model
 from trainer.config.check import accumulation_steps, resolve_global_batch_size
 from trainer.config.schema import Config
 from trainer.fit import estimate_launch
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import split_by_decay
 from trainer.parallel.mesh import Mesh
+
+
+def describe_launch(run: Run) -> list[str]:
+    """Say what begins now: the run, what it runs on, and what the first step waits for."""
+    config, place, step = run.config, run.place, run.state.step
+    name = f" ({torch.cuda.get_device_name(place.device)})" if place.device.type == "cuda" else ""
+    lines = [config.job.description] if config.job.description else []
+    lines += describe(config, run.mesh, run.model, place.world_size)
+    lines.append(f"Device {place.device}{name}, collectives by {place.backend}, computation by {run.backend}")
+    if not config.checkpoint.enable:
+        lines.append("No checkpoints will be saved (checkpoint.enable = false)")
+    if step >= config.training.steps:
+        lines.append(f"Nothing to do: step {step} is done and training.steps = {config.training.steps}")
+    elif config.compile.enable:
+        lines.append(
+            f"Compiling the model as one graph with {run.backend}: the first step waits for it, a minute or so"
+        )
+    return lines
 
 
 def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> list[str]:
@@ -29,7 +47,7 @@ def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> l
         f"Model {config.model.name} {config.model.flavor}: {family.count_parameters(shape):,} parameters, "
         f"{family.count_flops_per_token(shape, training.seq_len) / 1e9:,.2f} GFLOP per token",
         f"Mesh: {mesh} = {world_size} ranks; {local_parameters:,} parameters on this rank, "
-        f"placed {', '.join(placements)} over {mesh.data.mesh_dim_names}",
+        f"placed {', '.join(placements)} over {mesh.storage.mesh_dim_names}",
         f"Precision: parameters and moments {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient sums {training.mixed_precision_reduce}, loss and gradient norm float32",
         f"Optimizer {config.optimizer.name}: weight decay {config.optimizer.weight_decay} on {len(decayed)} "

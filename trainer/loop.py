@@ -1,7 +1,7 @@
-"""The training loop: one step, and what happens between steps.
+"""The training loop: steps one after the other, and what happens between them.
 
-Assembling the run is `build.py`. The values of a step are read from the device while the next one runs, so nothing here
-waits for the device in the steady state; a save or a validation does.
+Assembling the run is `build.py`, one step `step.py`. The values of a step are read from the device while the next one
+runs, so nothing here waits for the device in the steady state; a save or a validation does.
 """
 
 from __future__ import annotations
@@ -13,75 +13,45 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-
-import torch
 
 from trainer.build import Run, checkpoint_tensors, random_tensors
 from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.together import run_together
 from trainer.config.text import to_toml
-from trainer.data.batches import Microbatch
-from trainer.describe import describe
-from trainer.distributed import HostCopy, gather_objects, set_timeout
+from trainer.describe import describe_launch
+from trainer.distributed import gather_objects, set_timeout
 from trainer.evaluate import evaluate
 from trainer.generate import before_stop, generate
-from trainer.loss import count_labels
 from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
-from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.next_logits import build_next_logits
 from trainer.resume import checkpoint_folder
+from trainer.step import StepValues, train_step
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class StepValues:
-    """What one step computed, on its way to the host."""
+class Ending(Enum):
+    """How a launch ended."""
 
-    step: int
-    lr: float
-    values: HostCopy
-
-
-def train_step(run: Run) -> StepValues:
-    """Do one update of the parameters. Collective over all ranks."""
-    run.metrics.start_step()
-    with run.metrics.reading_data():
-        microbatches = [_to_device(rows, run.place.device) for rows in run.data.microbatches(run.state.step)]
-    labels = torch.stack([count_labels(rows.labels_BT) for rows in microbatches]).sum()
-    num_tokens = run.mesh.sum(labels)
-    rank_share = run.accumulate(microbatches, num_tokens)
-    loss = run.mesh.sum(rank_share)
-    grad_norm = clip_gradients(run.model.parameters(), run.config.training.max_norm, run.mesh)
-    run.state.mask_if_not_finite(loss, grad_norm)
-    lr = run.schedule(run.state.step)
-    run.optimizer.step(lr, found_inf=run.state.non_finite)
-    run.state.advance(num_tokens)
-    rank_loss = rank_share * num_tokens / labels.clamp(min=1)
-    max_loss = run.mesh.max(rank_loss)
-    values = (loss, max_loss, grad_norm, run.state.tokens_seen, run.state.non_finite, rank_loss)
-    run.metrics.end_step(run.state.step, run.tokens_per_step)
-    return StepValues(run.state.step, lr, HostCopy(torch.stack([value.double() for value in values])))
+    COMPLETED = "all steps done"
+    INTERRUPTED = "a signal"
+    NOT_FINITE = "a step that is not finite"
 
 
-def _to_device(rows: Microbatch, device: torch.device) -> Microbatch:
-    return Microbatch(rows.tokens_BT.to(device), rows.labels_BT.to(device))
-
-
-def train(run: Run) -> bool:
-    """Train for one launch; False if it stopped at a step that wasn't finite. Collective over all ranks."""
+def train(run: Run) -> Ending:
+    """Collective over all ranks. Train for one launch: up to training.steps, a signal, or a step that isn't finite."""
     try:
-        finished = Loop(run).train()
+        ending = Loop(run).go()
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk fails once more; the first failure is the one to tell
             run.metrics.close()
         raise
     run.metrics.close()
-    return finished
+    return ending
 
 
 class Loop:
@@ -91,66 +61,66 @@ class Loop:
         self.run = run
         self._unread: StepValues | None = None
         self._bad_step: int | None = None
+        self._interrupted = False
         self._saved_step = run.state.step  # nothing new to save yet
-        self._is_first_step = True
 
-    def train(self) -> bool:
-        """Train up to training.steps, a signal, or a step that isn't finite; False for the last. Collective."""
-        run, steps = self.run, self.run.config.training.steps
+    def go(self) -> Ending:
+        """Collective over all ranks. Do all that a launch does."""
         self._announce()
-        interrupted = False
-        with _garbage_collected_every(run.config.training.gc_freq) as collect_garbage:
-            while run.state.step < steps and not interrupted and self._bad_step is None:
-                interrupted = self._advance()
-                collect_garbage(run.state.step)
-        self._read()
-        if self._bad_step is not None:
-            self._stop_at(self._bad_step)
-            return False
-        self._save()
-        if interrupted:
-            log.info(f"Stopped by a signal after step {run.state.step} of {steps}")
-        else:
-            self._show_sample()
-            log.info("Training completed")
-        return True
+        self._validate_if_missed()
+        with _garbage_collected_every(self.run.config.training.gc_freq) as collect_garbage:
+            if self._goes_on():
+                self._step()
+                self._after_compilation()
+                self._between_steps()
+            while self._goes_on():
+                self._step()
+                self._between_steps()
+                collect_garbage(self.run.state.step)
+        return self._end()
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
         if run.place.rank == 0:
             text = to_toml(config, header="The settings of the newest launch, nothing left open; reproduces the run.")
             Path(config.job.dump_folder, "config.toml").write_text(text, encoding="utf-8")
-        if config.job.description:
-            log.info(config.job.description)
-        for line in describe(config, run.mesh, run.model, run.place.world_size):
+        for line in describe_launch(run):
             log.info(line)
-        if not config.checkpoint.enable:
-            log.info("No checkpoints will be saved (checkpoint.enable = false)")
-        if run.state.step >= config.training.steps:
-            log.info(f"Nothing to do: step {run.state.step} is done and training.steps = {config.training.steps}")
-        elif config.compile.enable:
-            log.info(
-                f"Compiling the model as one graph with {run.backend}: the first step waits for it, a minute or so"
-            )
 
-    def _advance(self) -> bool:
-        """Do one step and what is due after it; True if a signal asks for the end. Collective over all ranks."""
-        run = self.run
-        run.interrupt.ask()
-        latest = train_step(run)
-        self._read()  # the step before, while this one runs
+    def _goes_on(self) -> bool:
+        return self.run.state.step < self.run.config.training.steps and not self._interrupted and self._bad_step is None
+
+    def _step(self) -> None:
+        """Collective over all ranks. Do a step, and read the values of the one before while it runs."""
+        self.run.interrupt.ask()
+        latest = train_step(self.run)
+        self._read()
         self._unread = latest
-        self._after_first_step()
-        interrupted = run.interrupt.agreed() or self._validate_if_due()
-        if run.state.step % run.config.checkpoint.interval == 0:
-            self._save()
-        return interrupted
 
-    def _after_first_step(self) -> None:
-        """Compilation is over: tighten the time limit, and let signals ask for a stop instead of ending the process."""
-        if not self._is_first_step:
-            return
-        self._is_first_step = False
+    def _between_steps(self) -> None:
+        """Collective over all ranks. Hear of signals, validate and save where due."""
+        self._interrupted = self.run.interrupt.agreed()
+        if self._is_validation_due() and not self._interrupted:
+            self._validate()
+        if self.run.state.step % self.run.config.checkpoint.interval == 0:
+            self._save_if_new()
+
+    def _end(self) -> Ending:
+        """Collective over all ranks. Save what is new, and say how it ended."""
+        self._read()
+        if self._bad_step is not None:
+            self._stop_at(self._bad_step)
+            return Ending.NOT_FINITE
+        self._save_if_new()
+        if self._interrupted:
+            log.info(f"Stopped by a signal after step {self.run.state.step} of {self.run.config.training.steps}")
+            return Ending.INTERRUPTED
+        self._show_sample()
+        log.info("Training completed")
+        return Ending.COMPLETED
+
+    def _after_compilation(self) -> None:
+        """Tighten the time limit, and let signals ask for a stop instead of ending the process."""
         run = self.run
         set_timeout(run.config.comm.train_timeout_seconds, [*run.mesh.groups(), run.host_group])
         run.interrupt.install()
@@ -175,7 +145,7 @@ class Loop:
             self.run.metrics.scalar("recompiles", report_compilation().recompiles, done.step)
 
     def _name_bad_ranks(self, step: int, loss: float, grad_norm: float, rank_loss: float) -> None:
-        """Say where a step stopped being finite. Collective over the host group."""
+        """Collective over the host group. Say where a step stopped being finite."""
         finite = gather_objects(math.isfinite(rank_loss), self.run.host_group)
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
         if len(ranks) == len(finite) > 1:
@@ -187,27 +157,45 @@ class Loop:
         if self.run.place.rank == 0:
             log.error(f"Step {step} is not finite: loss {loss}, grad_norm {grad_norm}. Not finite is {where}")
 
-    def _validate_if_due(self) -> bool:
-        """Validate every validation.freq steps and after the last; True if a signal cut it short."""
+    def _is_validation_due(self) -> bool:
         run, step = self.run, self.run.state.step
-        due = step % run.config.validation.freq == 0 or step == run.config.training.steps
-        if run.held_out is None or not due:
-            return False
+        return run.held_out is not None and (
+            step % run.config.validation.freq == 0 or step == run.config.training.steps
+        )
+
+    def _validate_if_missed(self) -> None:
+        """Collective over all ranks. Validate the step that was loaded, if a signal came before that was done."""
+        run, step = self.run, self.run.state.step
+        if step == 0 or not self._is_validation_due():
+            return
+        if not any(gather_objects(run.metrics.has_validation(step), run.host_group)):  # one rank has the file
+            self._validate()
+
+    def _validate(self) -> None:
+        """Collective over all ranks. Validate, unless the step turns out not to be finite; a signal cuts it short."""
+        run = self.run
+        assert run.held_out is not None
         self._read()
         if self._bad_step is not None:
-            return False
+            return
         start = time.perf_counter()
         with run.metrics.apart("validation"):
             result = evaluate(run.sum_losses, run.held_out, run.mesh, run.place.device, run.interrupt.requested)
-        if result is not None:
-            run.metrics.log_validation(step, result.loss, result.tokens, time.perf_counter() - start)
-        return result is None
+        if result is None:
+            self._interrupted = True
+        else:
+            run.metrics.log_validation(run.state.step, result.loss, result.tokens, time.perf_counter() - start)
 
-    def _save(self, note: dict[str, int] | None = None) -> None:
-        """Save a checkpoint of the current step, unless there is one or the step turns out not to be finite."""
-        run, settings, step = self.run, self.run.config.checkpoint, self.run.state.step
+    def _save_if_new(self) -> None:
+        """Collective over all ranks. Save the current step, unless it is saved or turns out not to be finite."""
         self._read()
-        if not settings.enable or step == self._saved_step or (self._bad_step is not None and note is None):
+        if self._bad_step is None and self.run.state.step != self._saved_step:
+            self._save({})
+
+    def _save(self, note: dict[str, int]) -> None:
+        """Collective over all ranks. Save a checkpoint of the current step; its state says `note` too."""
+        run, settings, step = self.run, self.run.config.checkpoint, self.run.state.step
+        if not settings.enable:
             return
         folder = checkpoint_folder(run.config)
         with run.metrics.apart("checkpoint"):
@@ -215,7 +203,7 @@ class Loop:
                 folder,
                 step,
                 tensors=checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank),
-                state=run.describe_state() | (note or {}),
+                state=run.describe_state() | note,
                 attach=lambda path: run.launch.prepared.tokenizer.save(path / "tokenizer"),
                 process_group=run.save_group,
             )
@@ -230,12 +218,15 @@ class Loop:
         log.info(f"Saved {path}")
 
     def _stop_at(self, bad_step: int) -> None:
-        """Go back to the step before, whose weights are still there: no later update was applied."""
+        """Collective over all ranks. Go back to the step before: no later update was applied to the weights."""
         run, state = self.run, self.run.state
         state.step = bad_step - 1
         state.non_finite.zero_()
-        self._save(note={"bad_step": bad_step})
-        saved = ", and saved" if run.config.checkpoint.enable and state.step > 0 else ""
+        saved = ""
+        if run.config.checkpoint.enable and state.step > 0:
+            # Also where this step was saved before anyone knew: its checkpoint is to name the bad step.
+            self._save({"bad_step": bad_step})
+            saved = ", and saved"
         if run.place.rank == 0:
             log.error(
                 f"Stopped at step {bad_step}: the weights are still those after step {state.step}{saved}. "
@@ -245,6 +236,7 @@ class Loop:
             )
 
     def _show_sample(self) -> None:
+        """Collective over all ranks. Log a text that the model continues."""
         run, settings = self.run, self.run.config.sample
         if settings.tokens == 0:
             return

@@ -40,6 +40,11 @@ class MetricsFile:
         except OSError as error:
             raise OSError(error.errno, f"cannot write metrics: {error.strerror}", str(self.path)) from error
 
+    def has(self, step: int, key: str) -> bool:
+        """Tell whether a line of `step` has `key`."""
+        rows = map(_parse, self.path.read_bytes().splitlines())
+        return any(row is not None and row.get("step") == step and key in row for row in rows)
+
     def close(self) -> None:
         self._file.close()
 

@@ -117,6 +117,10 @@ class Metrics:
         curves = {"loss": loss, "throughput(tps)": tps, **memory.curves()}
         self._add_points({f"validation_metrics/{name}": value for name, value in curves.items()}, step)
 
+    def has_validation(self, step: int) -> bool:
+        """Tell whether a validation after `step` is recorded, as far as this rank knows: one that doesn't write, no."""
+        return self._file is not None and self._file.has(step, "validation_loss")
+
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add one point to a TensorBoard curve."""
         if self._tensorboard is not None:
