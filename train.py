@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 from trainer.config.arguments import Flags
 from trainer.config.check import check_config
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
     try:
         loaded = load_config(argv, check=check)
         if loaded.flags.help or loaded.flags.print_config:
-            print(format_help() if loaded.flags.help else format_config(loaded))
+            tell(format_help() if loaded.flags.help else format_config(loaded))
             return 0
         color = not loaded.config.metrics.disable_color_printing
         setup_logging(int(os.environ.get("RANK", 0)), color=color)
@@ -49,10 +50,15 @@ def check_flags(flags: Flags) -> list[str]:
     ]
 
 
-def refuse(error: ConfigError) -> int:
-    """Print what is wrong, once a machine."""
+def tell(what: str | ConfigError, file: TextIO | None = None) -> None:
+    """Print once a machine what every rank has to say."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(error, file=sys.stderr)
+        print(what, file=file)
+
+
+def refuse(error: ConfigError) -> int:
+    """Print what is wrong."""
+    tell(error, file=sys.stderr)
     return EXIT_REFUSED
 
 
@@ -62,7 +68,7 @@ def dry_run(config: Config, world_size: int) -> int:
     from trainer.distributed import fake_process_group
 
     with fake_process_group(world_size):
-        print("\n".join(describe_dry_run(config, world_size)))
+        tell("\n".join(describe_dry_run(config, world_size)))
     return 0
 
 

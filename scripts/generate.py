@@ -46,7 +46,7 @@ def number_from_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def find_step_folder(path: Path) -> Path:
     """Return `path`, or the newest complete checkpoint in it. ValueError if there is none."""
-    from trainer.checkpoint.folder import find_checkpoint
+    from trainer.checkpoint.folder import find_checkpoint, list_checkpoints
 
     if path.name.startswith("step-"):
         return path
@@ -55,6 +55,8 @@ def find_step_folder(path: Path) -> Path:
         raise ValueError(
             f"--checkpoint {path}: no complete checkpoint there. Give a step-N folder or the one above it."
         )
+    for name, reason in list_checkpoints(path).skipped:
+        print(f"{name} is skipped: {reason}", file=sys.stderr)
     return found
 
 

@@ -85,9 +85,16 @@ def test_a_checkpoint_of_two_ranks_gives_the_sample_of_its_training(
     ((result,), _) = run_ranks(launch_all, 2, [command])
     (sample,) = [line for line in result.log if "Sample after step 12:\n" in line]
     flags = ["--tokens=20", "--prompt=Document 3", "--temperature=0.9", "--top-k=9", "--seed=0"]
-    for checkpoint in (tmp_path / "run" / "checkpoint", tmp_path / "run" / "checkpoint" / "step-12"):
+    folder = tmp_path / "run" / "checkpoint"
+    (folder / "step-13.partial").mkdir()
+    for checkpoint, told in (
+        (folder, "step-13.partial is skipped: the save was not finished\n"),
+        (folder / "step-12", ""),
+    ):
         assert door.main([f"--checkpoint={checkpoint}", *flags]) == 0
-        assert capsys.readouterr().out.rstrip("\n") == sample.partition(":\n")[2].rstrip("\n")
+        captured = capsys.readouterr()
+        assert captured.out.rstrip("\n") == sample.partition(":\n")[2].rstrip("\n")
+        assert captured.err == told
     model, _ = load_plain_model(checkpoint, CPU)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}, "what training computed in"
     assert door.main([f"--checkpoint={tmp_path}/nothing", *flags]) == 2

@@ -3,6 +3,7 @@ import logging
 
 import pytest
 
+import train
 from trainer.log import paint, setup_logging, terminal_takes_color
 
 
@@ -86,3 +87,14 @@ def test_warnings_are_painted_on_a_terminal_only_where_asked(monkeypatch, color,
 
 def test_paint_ends_its_color():
     assert paint("loss", "green") == "\033[32mloss\033[0m"
+
+
+@pytest.mark.parametrize("question", ["--help", "--print-config", "--dry-run"])
+def test_an_answer_is_printed_by_one_rank_of_a_machine(monkeypatch, capsys, tmp_path, question):
+    answers = []
+    for local_rank in "01":
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert train.main([question, f"--job.dump_folder={tmp_path}", "--training.global_batch_size=-1"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert len(answers[0]) > 100
+    assert answers[1] == ""

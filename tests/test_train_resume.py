@@ -62,6 +62,19 @@ def test_a_resume_moves_to_another_mesh_and_keeps_the_batch_of_the_first_launch(
         assert actual == pytest.approx(wanted, rel=1e-5)
 
 
+def test_what_all_ranks_find_in_the_folder_is_told_once(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
+    run_ranks(launch_all, 1, [arguments(tmp_path, training__steps=2)])
+    (tmp_path / "run" / "checkpoint" / "step-9.partial").mkdir()
+    command = arguments(tmp_path, training__steps=3, checkpoint__accept_changes="optimizer.lr")
+    (first,), (second,) = run_ranks(launch_all, 2, [command])
+    assert [line for line in first.log if line.startswith("WARNING")] == [
+        "WARNING checkpoint step-9.partial is skipped: the save was not finished",
+        "WARNING checkpoint.accept_changes names settings that have not changed: ['optimizer.lr']",
+    ]
+    assert second.log == []
+
+
 def test_the_saved_settings_reproduce_the_run(tmp_path: Path) -> None:
     write_dataset(tmp_path)
     first = arguments(

@@ -23,7 +23,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed import Place
 from trainer.fit import check_memory
 from trainer.models.registry import FAMILIES, Family, build_shape
-from trainer.resume import DATASET, Resume, check_experiment, fill_from_checkpoint, warn_of_idle
+from trainer.resume import DATASET, Resume, check_experiment, fill_from_checkpoint, warn_of_idle, warn_of_skipped
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ def plan_launch(config: Config, place: Place, resume: Resume) -> Launch:
     problems = check_experiment(launch.experiment, resume, accepted)
     if problems:
         raise ConfigError(problems)
-    warn_of_idle(launch.experiment, resume, accepted)
+    if place.rank == 0:  # all ranks find the same
+        warn_of_skipped(config)
+        warn_of_idle(launch.experiment, resume, accepted)
     return launch
 
 

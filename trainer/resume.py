@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.folder import find_checkpoint
+from trainer.checkpoint.folder import find_checkpoint, list_checkpoints
 from trainer.checkpoint.state import read_state
 from trainer.config.check import check_config
 from trainer.config.schema import Config, experiment_half, replace
@@ -79,6 +79,13 @@ def check_experiment(now: dict[str, Any], resume: Resume, accepted: set[str]) ->
         + "\nSet them back, start anew in another --job.dump_folder, or accept them by name with "
         f"--checkpoint.accept_changes {','.join(sorted(accepted.union(changed)))}"
     ]
+
+
+def warn_of_skipped(config: Config) -> None:
+    """Warn of what lies among the run's checkpoints and isn't a complete one."""
+    if config.checkpoint.enable:
+        for name, reason in list_checkpoints(checkpoint_folder(config)).skipped:
+            log.warning(f"checkpoint {name} is skipped: {reason}")
 
 
 def warn_of_idle(now: dict[str, Any], resume: Resume, accepted: set[str]) -> None:

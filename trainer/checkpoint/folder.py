@@ -62,8 +62,6 @@ def find_checkpoint(folder: Path, load_step: int) -> Path | None:
     would be a silent loss.
     """
     listing = list_checkpoints(folder)
-    for name, reason in listing.skipped:
-        logger.warning("checkpoint %s is skipped: %s", name, reason)
     there = ", ".join(map(str, listing.complete)) or "none"
     if load_step != -1:
         path = _complete_path(folder, load_step)
