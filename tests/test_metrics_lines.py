@@ -91,7 +91,7 @@ def test_a_kill_while_cutting_loses_nothing(path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         MetricsFile(path, 10)
     assert [row["step"] for row in read(path)] == list(range(1, 16))

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint.manifest import find_fault, flush_folder
+from trainer.checkpoint.manifest import find_fault
+from trainer.files import flush
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def publish(folder: Path, step: int) -> Path:
         else:
             _set_aside(path)
     partial_path(folder, step).rename(path)
-    flush_folder(folder)
+    flush(folder)
     if replaced.exists():
         _discard(replaced)
     return path
@@ -164,7 +165,7 @@ def _discard(path: Path) -> None:
         if rubbish.exists():
             shutil.rmtree(rubbish)
         path.rename(rubbish)
-        flush_folder(path.parent)
+        flush(path.parent)
     shutil.rmtree(rubbish)
 
 

@@ -4,12 +4,12 @@ Owns its format and the checks against it. Does not know what the files mean. A 
 checkpoint. A manifest may come from a stranger: names that lead out of the folder are refused.
 """
 
-import errno
 import hashlib
 import json
-import os
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+
+from trainer.files import flush, write_aside
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -32,31 +32,16 @@ class Manifest(NamedTuple):
 
 def seal_file(path: Path) -> Seal:
     """Flush one file to the disk and return its seal."""
+    flush(path)
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         return _seal_of(file)
-
-
-def flush_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk: a file that is flushed can still lose its name in a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such call
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(path: Path, step: int, seals: dict[str, Seal]) -> None:
     """Seal the folder `path`: write its manifest, flush it and the folder, and check it against what lies there."""
     files = {name: {"bytes": seal.num_bytes, "sha256": seal.sha256} for name, seal in sorted(seals.items())}
-    with (path / MANIFEST_NAME).open("w", encoding="utf-8") as file:
-        json.dump({"format_version": FORMAT_VERSION, "step": step, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    flush_folder(path)
+    with write_aside(path / MANIFEST_NAME) as file:
+        file.write(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=1).encode())
     fault = find_fault(path, step)
     if fault is not None:
         raise RuntimeError(f"{fault}; do all ranks write to one shared file system?")

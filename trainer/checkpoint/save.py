@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpoint.folder import partial_path, publish, remove_partial, start_partial
-from trainer.checkpoint.manifest import Seal, flush_folder, seal_file, write_manifest
+from trainer.checkpoint.manifest import Seal, seal_file, write_manifest
 from trainer.checkpoint.state import STATE_NAME
 from trainer.checkpoint.together import gather_on_first, is_first, run_together, scatter_from_first
+from trainer.files import flush
 
 
 def save_checkpoint(
@@ -128,5 +129,5 @@ def _seal(path: Path, step: int, seals: dict[str, Seal]) -> None:
             relative = file.relative_to(path).as_posix()
             if relative not in seals:
                 seals[relative] = seal_file(file)
-        flush_folder(Path(where))
+        flush(Path(where))
     write_manifest(path, step, seals)

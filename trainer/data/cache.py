@@ -10,13 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trainer.files import flush
 
 MANIFEST_NAME = "manifest.json"
 
@@ -85,11 +86,11 @@ def _build(entry_folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[
         sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
         (partial / MANIFEST_NAME).write_text(json.dumps({"facts": facts, "sizes": sizes}, indent=2))
         for file in partial.iterdir():
-            _flush_to_disk(file)
-        _flush_to_disk(partial)
+            flush(file)
+        flush(partial)
         shutil.rmtree(entry_folder, ignore_errors=True)
         partial.rename(entry_folder)
-        _flush_to_disk(entry_folder.parent)
+        flush(entry_folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -106,11 +107,3 @@ def _exclusive_lock(path: Path, name: str) -> Iterator[None]:
             logger.info("waiting for another process that prepares %s (it holds %s)", name, path)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,10 +7,11 @@ What the objects hold is decided in `writer.py`; here only `step` has a meaning.
 import json
 import logging
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from trainer.files import write_aside
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +75,8 @@ def _cut_after(path: Path, last_step: int) -> None:
     kept = [line for line, row in readable if row.get("step", 0) <= last_step]
     if len(readable) < len(lines):
         logger.warning(f"{path}: dropped {len(lines) - len(readable)} unreadable line(s), torn when a run was killed")
-    # The new file is complete before it takes the old one's place, so a kill in between loses neither.
-    shorter = path.with_name(path.name + ".tmp")
-    with shorter.open("wb") as file:
+    with write_aside(path) as file:
         file.writelines(line + b"\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(shorter, path)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
