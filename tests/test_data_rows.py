@@ -6,7 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from trainer.data.rows import IGNORED_LABEL, Rows, permute
+from trainer.data.rows import Rows, permute
+from trainer.labels import UNCOUNTED
 
 # 99.9 % of fair draws stay below it for up to 19 degrees of freedom.
 CHI_SQUARE_LIMIT = 43.8
@@ -54,7 +55,7 @@ def test_every_token_but_the_first_is_a_label_exactly_once(num_tokens: int) -> N
     tokens = np.arange(100, 100 + num_tokens, dtype="<u2")
     rows = Rows(tokens, seq_len=8)
     labels = np.concatenate([rows.row(index)[1] for index in range(rows.num_rows)])
-    assert labels[labels != IGNORED_LABEL].tolist() == tokens[1:].tolist()
+    assert labels[labels != UNCOUNTED].tolist() == tokens[1:].tolist()
 
 
 def test_labels_are_the_tokens_one_further_on() -> None:
@@ -68,7 +69,7 @@ def test_labels_are_the_tokens_one_further_on() -> None:
 def test_last_row_is_filled_up_without_labels() -> None:
     tokens, labels = Rows(np.arange(5, 16, dtype="<u2"), seq_len=8).row(1)
     assert tokens.tolist() == [13, 14, 0, 0, 0, 0, 0, 0]
-    assert labels.tolist() == [14, 15] + [IGNORED_LABEL] * 6
+    assert labels.tolist() == [14, 15] + [UNCOUNTED] * 6
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])

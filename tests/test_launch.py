@@ -19,11 +19,12 @@ from trainer.config.schema import Config, replace
 from trainer.distributed import Place
 from trainer.fit import estimate_launch
 from trainer.launch import Launch, plan_launch
-from trainer.memory import GIB, device_capacity_bytes, estimate_memory
+from trainer.memory import device_capacity_bytes, estimate_memory
 from trainer.models.llama.config import weight_modules
 from trainer.models.registry import FAMILIES
 from trainer.parallel.overlap.plan import check_patterns
 from trainer.resume import Resume, check_launch
+from trainer.units import GIB
 
 CPU = torch.device("cpu")
 

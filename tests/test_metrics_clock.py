@@ -66,7 +66,7 @@ def test_a_step_read_late_has_the_time_it_was_stamped_with(clock, now):
     assert clock.lap(3).timed_seconds == 4
 
 
-@pytest.mark.parametrize("kind", ["validation", "checkpoint", "compile"])
+@pytest.mark.parametrize("kind", ["validation", "checkpoint"])
 def test_time_apart_is_not_training_time(clock, now, kind):
     run_steps(clock, now, 1, 2)
     with clock.apart(kind):
@@ -95,18 +95,6 @@ def test_time_apart_inside_the_first_step_is_not_compile_time(clock, now):
     clock.end_step(1, 10)
     lap = clock.lap(1)
     assert (lap.compile_seconds, lap.checkpoint_seconds) == (5, 3)
-
-
-def test_compiling_inside_the_first_step_counts_once(clock, now):
-    clock.start_step()
-    with clock.apart("compile"):
-        now.wait(5)
-        clock.end_step(1, 10)
-        now.wait(1)
-    run_steps(clock, now, 2, 2)
-    assert clock.lap(1).compile_seconds == 5
-    lap = clock.lap(2)
-    assert (lap.compile_seconds, lap.timed_seconds) == (1, 2)
 
 
 def test_reading_data_is_training_time_and_summed(clock, now):

@@ -1,6 +1,6 @@
 """The loss: a sum of token losses, never a mean. Whoever calls divides once, by the labels counted on all ranks.
 
-Labels below zero are not counted; the data marks them with -100, cross_entropy's own convention.
+Labels that are UNCOUNTED, the data's padding, take no part.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-UNCOUNTED = -100
+from trainer.labels import UNCOUNTED
 
 
 def sum_token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-GIB = 1024**3
-MIB = 1024**2
+from trainer.units import GIB, MIB
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.data.rows import IGNORED_LABEL, Rows, mix, permute
+from trainer.data.rows import Rows, mix, permute
+from trainer.labels import UNCOUNTED
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class TrainingData:
         data_ranks: int,
     ) -> None:
         assert 0 <= data_rank < data_ranks
-        _check_training(rows, global_batch_size, local_batch_size, data_ranks)
+        assert rows.num_rows > 0, "no text to train on is found when it is encoded"
+        assert global_batch_size > 0
+        assert global_batch_size % (local_batch_size * data_ranks) == 0, "refused with the other settings"
         self._rows = rows
         self._seed = seed
         self._global_batch_size = global_batch_size
@@ -80,20 +83,11 @@ class HeldOutData:
     ) -> None:
         assert 0 <= data_rank < data_ranks
         self._num_rows = rows.num_rows if max_rows is None else min(rows.num_rows, max_rows)
-        if self._num_rows <= 0:
-            raise ValueError(
-                f"[validation]: no rows to validate on (the held-out documents give {rows.num_rows} rows, "
-                f"the limit is {max_rows}). Rule: at least one row. Way out: a dataset with more documents, "
-                "a higher limit, or validation switched off"
-            )
+        assert self._num_rows > 0, "a dataset has at least one document, or a part of one, that is held out"
         self._rows = rows
         self._local_batch_size = local_batch_size
         self._first_row = data_rank * local_batch_size
         self._stride = data_ranks * local_batch_size
-
-    def __len__(self) -> int:
-        """Return the number of microbatches, the same on every data rank."""
-        return -(-self._num_rows // self._stride)
 
     def __iter__(self) -> Iterator[Microbatch]:
         for start in range(0, self._num_rows, self._stride):
@@ -104,21 +98,7 @@ class HeldOutData:
         if number < self._num_rows:
             return self._rows.row(number * self._rows.num_rows // self._num_rows)
         seq_len = self._rows.seq_len
-        return np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED_LABEL, np.int64)
-
-
-def _check_training(rows: Rows, global_batch_size: int, local_batch_size: int, data_ranks: int) -> None:
-    if rows.num_rows == 0:
-        raise ValueError(
-            "training.dataset_path: the training documents give no row. Rule: at least two tokens. "
-            "Way out: a dataset with more text, or --training.dataset stdlib"
-        )
-    if global_batch_size < 1 or global_batch_size % (local_batch_size * data_ranks):
-        raise ValueError(
-            f"training.global_batch_size = {global_batch_size}: it must be a multiple of training.local_batch_size "
-            f"times the data ranks ({local_batch_size} * {data_ranks} = {local_batch_size * data_ranks}). "
-            "Way out: change one of the three"
-        )
+        return np.zeros(seq_len, np.int64), np.full(seq_len, UNCOUNTED, np.int64)
 
 
 def _stack(rows: list[tuple[np.ndarray, np.ndarray]]) -> Microbatch:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# torch.nn.functional.cross_entropy leaves these labels out of its sum.
-IGNORED_LABEL = -100
+from trainer.labels import UNCOUNTED
 
 _MASK_64 = 2**64 - 1
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -27,7 +26,7 @@ class Rows:
         self.num_rows = -(-max(len(tokens) - 1, 0) // seq_len)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and labels, int64 [T] each; the last row is filled up with token 0 and IGNORED_LABEL."""
+        """Return tokens and labels, int64 [T] each; the last row is filled up with token 0 and UNCOUNTED."""
         assert 0 <= index < self.num_rows
         start = index * self.seq_len
         window = self._tokens[start : start + self.seq_len + 1].astype(np.int64)
@@ -35,7 +34,7 @@ class Rows:
         if not missing:
             return window[:-1], window[1:]
         tokens = np.pad(window[:-1], (0, missing))
-        labels = np.pad(window[1:], (0, missing), constant_values=IGNORED_LABEL)
+        labels = np.pad(window[1:], (0, missing), constant_values=UNCOUNTED)
         return tokens, labels
 
 

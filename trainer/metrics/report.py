@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from trainer.log import paint
 from trainer.metrics.clock import Totals
 from trainer.metrics.speed import Speed
-
-GIB = 2**30
+from trainer.units import GIB
 
 Fields = list[tuple[str, str]]  # text and its colour
 

@@ -20,8 +20,9 @@ import torch
 from trainer.log import terminal_takes_color
 from trainer.metrics.clock import Apart, StepClock
 from trainer.metrics.lines import MetricsFile
-from trainer.metrics.report import GIB, Memory, StepMetrics, StepReport, join_fields, memory_field
+from trainer.metrics.report import Memory, StepMetrics, StepReport, join_fields, memory_field
 from trainer.metrics.speed import Peak, compute_speed
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -84,9 +85,7 @@ class Metrics:
         before = self._clock.apart_seconds(kind)
         with self._clock.apart(kind):
             yield
-        # Compiling up to the first step is part of that step's point, which `end_step` writes.
-        if kind != "compile" or self._clock.first_step_is_done:
-            self.scalar(f"time_metrics/{kind}(s)", self._clock.apart_seconds(kind) - before, self._last_step)
+        self.scalar(f"time_metrics/{kind}(s)", self._clock.apart_seconds(kind) - before, self._last_step)
 
     def log(self, metrics: StepMetrics) -> None:
         """Print and record a step, with averages over the steps since the last logged one."""
