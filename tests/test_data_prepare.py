@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from trainer.data import token_file
-from trainer.data.prepare import Prepared, prepare
+from trainer.data.prepare import Prepared, encode, open_sources
 from trainer.data.token_file import choose_dtype
 
 TEXTS = [f"document {i}\n" * 3 for i in range(60)]
+
+
+def prepare(dataset: str, path: str, tokenizer: str, cache: Path) -> Prepared:
+    return encode(open_sources(dataset, path, tokenizer, cache), cache)
 
 
 @pytest.fixture
@@ -133,8 +137,8 @@ def test_ids_take_two_bytes_while_the_vocabulary_allows_it() -> None:
 
 def test_two_jobs_at_once_share_the_embedded_tokenizer(data: Path, tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom trainer.data.prepare import prepare\n"
-        "print(prepare('text', sys.argv[1], '', Path(sys.argv[2])).fingerprint)\n"
+        "import sys\nfrom pathlib import Path\nfrom trainer.data.prepare import encode, open_sources\n"
+        "cache = Path(sys.argv[2])\nprint(encode(open_sources('text', sys.argv[1], '', cache), cache).fingerprint)\n"
     )
     command = [sys.executable, "-c", program, str(data), str(tmp_path / "cache")]
     jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

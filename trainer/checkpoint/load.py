@@ -29,11 +29,6 @@ class _Differences(NamedTuple):
     unlike: dict[str, str]
 
 
-def saved_keys(path: Path) -> set[str]:
-    """Return the keys of all tensors in the checkpoint `path`."""
-    return set(read_metadata(path, read_manifest(path)).state_dict_metadata)
-
-
 def load_tensors(
     path: Path,
     tensors: Mapping[str, torch.Tensor],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import Config, settings
@@ -34,9 +33,8 @@ SWITCHES = ("print_config", "dry_run", "help")
 
 @dataclass
 class Flags:
-    """The flags of a door that are not settings. `config_file` is the file that was found."""
+    """The flags of a door that are not settings."""
 
-    config_file: Path | None = None
     print_config: bool = False
     help: bool = False
     dry_run: bool = False

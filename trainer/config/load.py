@@ -77,12 +77,12 @@ def _read_layers(arguments: Arguments, folder: Path, problems: list[str]) -> lis
     layers: list[list[Given]] = []
     if arguments.config is not None:
         try:
-            arguments.flags.config_file = find_file(arguments.config, folder)
+            path = find_file(arguments.config, folder)
         except ValueError as error:
             problems.append(f"--config {arguments.config}\n{error}")
         else:
             try:
-                layers = read_files(arguments.flags.config_file, folder)
+                layers = read_files(path, folder)
             except ValueError as error:
                 problems.append(str(error))
     return [*layers, arguments.given]

@@ -11,42 +11,29 @@ any launch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 
-def _setting(half: str, default: Any, doc: str, **facts: Any) -> Any:
+def _setting(
+    default: Any,
+    doc: str,
+    *,
+    half: str,
+    unit: str = "",
+    choices: tuple[Any, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """Declare a setting. `minimum` and `maximum` are legal, `above` is not."""
+    facts = {"unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
     return field(default=default, metadata={"half": half, "doc": doc, **facts})
 
 
-def experiment(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    choices: tuple[Any, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """Declare a setting that decides the numbers of a step. `minimum` and `maximum` are legal, `above` is not."""
-    facts = {"unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
-    return _setting("experiment", default, doc, **facts)
-
-
-def machine(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    choices: tuple[Any, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """Declare a setting that never decides the numbers of a step, so that any launch may change it."""
-    facts = {"unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
-    return _setting("machine", default, doc, **facts)
+experiment = functools.partial(_setting, half="experiment")
+machine = functools.partial(_setting, half="machine")
 
 
 @dataclass(frozen=True)
@@ -134,7 +121,6 @@ class Optimizer:
     no_decay: tuple[str, ...] = experiment(
         ("*norm*", "tok_embeddings.*"), "Patterns of parameter names that get no weight decay; each must match."
     )
-    implementation: str = machine("fused", "How the update is computed.", choices=("fused",))
 
 
 @dataclass(frozen=True)

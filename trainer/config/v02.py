@@ -26,11 +26,17 @@ RENAMED = {
 
 VALUE_ALIASES = {"model.name": {"llama3_simple_fsdp": "llama3", "simple_fsdp.llama3": "llama3"}}
 
-_HUB = 'Datasets of the hub are not read. Save it as JSON lines, then set it to "jsonl" and training.dataset_path.'
-_ONLY_FUSED = "Only the fused kernels can leave weights and moments as they are when a step turns out not to be finite."
+_C4 = (
+    "It is read as local files. Get some: hf download allenai/c4 --repo-type dataset "
+    "--include 'en/c4-{split}.0000*.json.gz' --local-dir data/c4. Then: --training.dataset jsonl "
+    "--training.dataset_path 'data/c4/en/*.json.gz'."
+)
 VALUE_HINTS = {
-    "optimizer.implementation": dict.fromkeys(("foreach", "for-loop"), _ONLY_FUSED),
-    "training.dataset": dict.fromkeys(("c4", "c4_test", "c4_validation"), _HUB),
+    "training.dataset": {
+        "c4": _C4.format(split="train"),
+        "c4_test": _C4.format(split="train"),
+        "c4_validation": _C4.format(split="validation"),
+    },
 }
 
 
@@ -108,6 +114,9 @@ UNSUPPORTED = {
     "metrics.save_for_all_ranks": Unsupported((False,), "Rank 0 writes the metrics, which are those of all ranks"),
     "model.converters": Unsupported(([],), _NO_FLOAT8),
     "optimizer.early_step_in_backward": Unsupported((False,), "Gradients are clipped before the step, after backward"),
+    "optimizer.implementation": Unsupported(
+        ("fused",), "Only the fused kernels can leave weights and moments as they are after a step that isn't finite"
+    ),
     "parallelism.context_parallel_degree": Unsupported((1,), "Context parallelism is not there yet"),
     "parallelism.enable_async_tensor_parallel": Unsupported(
         (False,), "No supported backend overlaps the collectives of tensor parallelism with its matmuls yet"

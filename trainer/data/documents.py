@@ -15,17 +15,6 @@ from trainer.data.standard_library import StandardLibrary
 
 HELD_OUT_ONE_IN = 20
 
-_C4_WAY_OUT = (
-    "hf download allenai/c4 --repo-type dataset --include 'en/c4-{split}.0000*.json.gz' --local-dir data/c4, "
-    "then --training.dataset jsonl --training.dataset_path 'data/c4/en/*.json.gz'"
-)
-# Dataset names of torchtitan v0.2 that we read as local files.
-_AS_LOCAL_FILES = {
-    "c4": _C4_WAY_OUT.format(split="train"),
-    "c4_test": _C4_WAY_OUT.format(split="train"),
-    "c4_validation": _C4_WAY_OUT.format(split="validation"),
-}
-
 
 class Documents(Protocol):
     """A dataset's texts. Iterating twice gives the same texts in the same order while the files stay the same."""
@@ -50,19 +39,10 @@ class Split(Enum):
 def open_documents(dataset: str, dataset_path: str) -> Documents:
     """Find the dataset of `training.dataset` and `training.dataset_path`; no text is read yet."""
     if dataset == "stdlib":
-        if dataset_path:
-            raise ValueError(
-                f"training.dataset_path = {dataset_path!r}: the dataset 'stdlib' takes no path. "
-                "Way out: --training.dataset text or --training.dataset jsonl reads local files"
-            )
+        assert not dataset_path, "refused with the other settings"
         return StandardLibrary()
-    if dataset == "text":
-        return TextFiles(dataset_path)
-    if dataset == "jsonl":
-        return JsonLines(dataset_path)
-    rule = "the datasets are 'stdlib' (needs no files), 'text' and 'jsonl' (local files)"
-    way_out = _AS_LOCAL_FILES.get(dataset, "--training.dataset stdlib runs without files")
-    raise ValueError(f"training.dataset = {dataset!r}: {rule}. Way out: {way_out}")
+    kinds: dict[str, type[TextFiles | JsonLines]] = {"text": TextFiles, "jsonl": JsonLines}
+    return kinds[dataset](dataset_path)
 
 
 def split_documents(documents: Documents) -> Iterator[tuple[Split, str]]:

@@ -16,6 +16,7 @@ from io import BufferedIOBase
 from pathlib import Path
 
 _JSONL_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_TEXT_KEY = "text"
 _UTF8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -44,16 +45,15 @@ class TextFiles:
 
 
 class JsonLines:
-    """One document a line: the string under `text_column` of a JSON object. Blank lines are left out."""
+    """One document a line: the string under "text" of a JSON object. Blank lines are left out."""
 
-    def __init__(self, path: str, text_column: str = "text") -> None:
+    def __init__(self, path: str) -> None:
         self._files = _find_files(path, endings=_JSONL_ENDINGS)
-        self._text_column = text_column
         self.skipped: dict[str, int] = {}
 
     def identity(self) -> str:
-        """Return the column, and paths, sizes and times of change."""
-        return f"{self._text_column}\n{_identity(self._files)}"
+        """Return paths, sizes and times of change."""
+        return _identity(self._files)
 
     def __iter__(self) -> Iterator[str]:
         self.skipped = {}
@@ -63,47 +63,49 @@ class JsonLines:
                     if number == 1:
                         line = line.removeprefix(_UTF8_BYTE_ORDER_MARK)
                     if line.strip():
-                        yield self._read_line(line, f"{file}, line {number}")
+                        yield _read_line(line, f"{file}, line {number}")
 
-    def _read_line(self, line: bytes, place: str) -> str:
-        try:
-            document = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise _line_error(place, f"it is not UTF-8 ({error})") from error
-        except json.JSONDecodeError as error:
-            raise _line_error(place, f"it is not JSON ({error})") from error
-        if not isinstance(document, dict):
-            raise _line_error(place, f"it is not a JSON object but {type(document).__name__}")
-        if self._text_column not in document:
-            columns = ", ".join(map(repr, document)) or "none"
-            raise _line_error(place, f"it has no column {self._text_column!r}; the columns there are {columns}")
-        text = document[self._text_column]
-        if not isinstance(text, str):
-            raise _line_error(place, f"the column {self._text_column!r} is not a string but {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise _line_error(place, f"its text is not valid Unicode ({error})") from error
-        return text
+
+def _read_line(line: bytes, place: str) -> str:
+    try:
+        document = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise _line_error(place, f"it is not UTF-8 ({error})") from error
+    except json.JSONDecodeError as error:
+        raise _line_error(place, f"it is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise _line_error(place, f"it is not a JSON object but {type(document).__name__}")
+    if _TEXT_KEY not in document:
+        keys = ", ".join(map(repr, document)) or "none"
+        raise _line_error(place, f"it has no key {_TEXT_KEY!r}; the keys there are {keys}")
+    text = document[_TEXT_KEY]
+    if not isinstance(text, str):
+        raise _line_error(place, f"its {_TEXT_KEY!r} is not a string but {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _line_error(place, f"its text is not valid Unicode ({error})") from error
+    return text
 
 
 def _line_error(place: str, problem: str) -> ValueError:
-    rule = "each line is one JSON object in UTF-8 with the document's text as a string"
+    rule = f"each line is one JSON object in UTF-8 with the document's text as a string under {_TEXT_KEY!r}"
     return ValueError(f"training.dataset_path: {place}: {problem}. Rule: {rule}. Way out: repair or remove the line")
 
 
 def _find_files(path: str, endings: tuple[str, ...]) -> list[Path]:
     root = Path(path).expanduser()
-    if path and root.is_dir():
+    assert path, "refused with the other settings"
+    if root.is_dir():
         found = _walk(root)
         kept = [file for file in found if file.name.endswith(endings)]
         problem = "the folder holds " + (f"none of {', '.join(endings)}" if found else "no files")
-    elif path and root.is_file():
+    elif root.is_file():
         return [root.absolute()]
     else:
         matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
         kept = [Path(match).absolute() for match in matches if os.path.isfile(match)]
-        problem = "no file, folder or match" if path else "it is empty"
+        problem = "no file, folder or match"
     if kept:
         return kept
     raise ValueError(

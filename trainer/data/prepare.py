@@ -71,11 +71,6 @@ class SourceError(ValueError):
         self.problems = problems
 
 
-def prepare(dataset: str, dataset_path: str, tokenizer_path: str, cache_folder: Path) -> Prepared:
-    """Find the sources and return their token files."""
-    return encode(open_sources(dataset, dataset_path, tokenizer_path, cache_folder), cache_folder)
-
-
 def open_sources(dataset: str, dataset_path: str, tokenizer_path: str, cache_folder: Path) -> Sources:
     """Find documents and tokenizer; SourceError names both if both are missing.
 

@@ -1,4 +1,4 @@
-"""Names and config keys of a Hugging Face Llama, to and from ours.
+"""Hugging Face's names and config keys for our parameters and shapes.
 
 The rotary layout is the same on both sides (see model.py), so tensors keep their values and only names change.
 """
