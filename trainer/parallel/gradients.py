@@ -17,6 +17,18 @@ def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:
     return tuple(name for name, place in zip(names, gradient.placements, strict=True) if place.is_shard())
 
 
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Return norms of parts of all gradients, float32, which together have the same norm.
+
+    On the CPU PyTorch adds the squares of a tensor one after the other, which in float32 is off by 2e-4 at 50 million
+    elements; norms of rows, and the norm of those, are off by 4e-8. On GPUs one kernel sums all tensors as a tree.
+    """
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients]
+    return torch.cat([row.flatten() for row in rows])
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
     """Scale all gradients in place so that their joint 2-norm is at most `max_norm`; return the norm before, float32.
 
@@ -31,8 +43,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Me
             locals_by_axes[_sharded_axes(gradient)].append(gradient.to_local())
     squares = []
     for axes, gradients in locals_by_axes.items():
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
-        squares.append(mesh.sum(norms.square().sum(), over=axes))
+        squares.append(mesh.sum(_norms(gradients).square().sum(), over=axes))
     norm = torch.stack(squares).sum().sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in locals_by_axes.values():
