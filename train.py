@@ -73,7 +73,7 @@ def dry_run(config: Config, world_size: int) -> int:
 
 
 def launch(config: Config, resume: Resume) -> int:
-    """Train for one launch. Collective over all ranks."""
+    """Collective over all ranks. Train for one launch."""
     from trainer.build import build_run
     from trainer.distributed import end_failed_rank, find_place, process_group
     from trainer.interrupt import end_at_once_on_signals

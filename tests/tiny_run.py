@@ -77,7 +77,7 @@ class Result:
 
 
 def launch_once(argv: list[str], *, change: Callable[[Run], None] | None = None) -> Result:
-    """Do one launch on the ranks of the process group that exists, as train.py does. Collective over all ranks."""
+    """Collective over all ranks. Do one launch in the process group that exists, as train.py does."""
     torch._dynamo.reset()
     setup_logging(int(os.environ["RANK"]), color=False)
     result = Result()

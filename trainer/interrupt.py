@@ -43,18 +43,18 @@ class Interrupt:
         self._received = number
 
     def ask(self) -> None:
-        """Start to ask all ranks whether one was told to stop. Collective over the host group; doesn't wait."""
+        """Collective over the host group. Start to ask all ranks whether one was told to stop; doesn't wait."""
         self._flag.fill_(self._received or 0)
         self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def agreed(self) -> bool:
-        """Wait for the answer to the last `ask`: True on every rank or on none."""
+        """Collective over the host group. Wait for the answer to the last `ask`: True on every rank or on none."""
         assert self._work is not None, "agreed() follows ask()"
         self._work.wait()
         self._work = None
         return bool(self._flag.item())
 
     def requested(self) -> bool:
-        """Ask and wait. Collective over the host group."""
+        """Collective over the host group. Ask and wait."""
         self.ask()
         return self.agreed()

@@ -14,7 +14,7 @@ from trainer.parallel.tensor import axis_of, gather_features
 def build_next_logits(
     model: nn.Module, mesh: Mesh, device: torch.device, *, vocab_size: int
 ) -> Callable[[Sequence[int]], Tensor]:
-    """Return f(ids) -> logits_V, `vocab_size` of them. A call is collective over all axes that divide the model.
+    """Return f(ids) -> logits_V, `vocab_size` of them. Calling it is collective over all axes that divide the model.
 
     Tensor parallelism splits the sequence, so it is padded to a multiple of `tp`; attention is causal, so what comes
     after the last id changes nothing before it. Each rank then has a part of the vocabulary.
