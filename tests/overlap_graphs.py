@@ -19,7 +19,7 @@ from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.overlap.arrange import Overlap, arrange
+from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange
 from trainer.parallel.overlap.find import Collective, find_collectives
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
@@ -71,6 +71,7 @@ def trace(
     regather: bool = True,
     recompute: tuple[str, str] = ("none", ""),
     precision: Precision = MIXED,
+    overlap: Overlap = PLAIN,
     change: Callable[[nn.Module], None] | None = None,
 ) -> Graphs:
     """Trace one step of a Llama. `change` may alter the model once it is parallelized."""
@@ -91,7 +92,7 @@ def trace(
             enable=True,
             backend="aot_eager",
             loss_inside=True,
-            partition=Partition(regather),
+            partition=Partition(regather, overlap=overlap),
             report=recorder,
         )
         tokens = torch.zeros(1, 16, dtype=torch.int64)

@@ -16,6 +16,7 @@ from trainer.optim import Optimizer
 from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.overlap.arrange import PLAIN, Overlap
+from trainer.parallel.overlap.find import find_collectives
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
@@ -79,14 +80,19 @@ def train(case: Case, overlap: Overlap) -> dict[str, Any]:
         loss = sum_losses(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()) / 64
         loss.backward()
         optimizer.step(0.01, torch.zeros(()))
-        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = None
         losses.append(loss.item())
     for gm in recorder.graphs:
         gm.graph.lint()
     return {
         "losses": losses,
         "weights": {name: p.detach().full_tensor() for name, p in model.named_parameters()},
-        "lines": recorder.lines,
+        "collectives": [
+            (c.kind, c.axis, c.op, c.bytes_in, c.modules)
+            for gm in recorder.graphs
+            for c in find_collectives(gm, mesh.axis_of_group())
+        ],
     }
 
 
@@ -94,8 +100,13 @@ def train_all(rank: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
     return [[train(case, overlap) for overlap in (PLAIN, *case.overlaps)] for case in cases]
 
 
-def count(result: dict[str, Any]) -> int:
-    return sum(int(line.split()[0]) for lines in result["lines"].values() for line in lines if "over dp" in line)
+def check_ranks_agree(per_rank: list[list[list[dict[str, Any]]]]) -> None:
+    """257 rows are uneven over any ranks, so the last rank's graph pads; the collectives must be the same, in order."""
+    first, *others = [[result["collectives"] for result in results] for (results,) in per_rank]
+    for other in others:
+        assert other == first
+    plain, *arranged = first
+    assert len(arranged[0]) < len(plain)
 
 
 TWO_RANKS = [
@@ -115,22 +126,24 @@ FOUR_RANKS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TWO_RANKS, ids=str)
 def test_on_two_ranks_merged_and_reordered_graphs_compute_the_same_bits(case: Case) -> None:
-    for ((plain, *arranged),) in run_ranks(train_all, 2, [case], timeout_seconds=400):
+    per_rank = run_ranks(train_all, 2, [case], timeout_seconds=400)
+    check_ranks_agree(per_rank)
+    for ((plain, *arranged),) in per_rank:
         for result in arranged:
             assert result["losses"] == plain["losses"]
             assert all(torch.equal(weight, result["weights"][name]) for name, weight in plain["weights"].items())
-        assert count(arranged[0]) < count(plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
 def test_on_four_ranks_only_the_order_of_sums_differs(case: Case) -> None:
-    for ((plain, *arranged),) in run_ranks(train_all, 4, [case], timeout_seconds=500):
+    per_rank = run_ranks(train_all, 4, [case], timeout_seconds=500)
+    check_ranks_agree(per_rank)
+    for ((plain, *arranged),) in per_rank:
         for result in arranged:
             torch.testing.assert_close(result["losses"], plain["losses"], rtol=RELATIVE, atol=0.0)
             for name, weight in plain["weights"].items():
                 torch.testing.assert_close(result["weights"][name], weight, rtol=RELATIVE, atol=RELATIVE, msg=name)
-        assert count(arranged[0]) < count(plain)
 
 
 def test_a_merged_gather_copies_each_weight_once_and_a_merged_sum_copies_no_result() -> None:

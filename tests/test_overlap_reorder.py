@@ -1,0 +1,207 @@
+"""Where starts and waits stand, in the graph and in the code that Inductor makes of it."""
+
+import dataclasses
+import itertools
+import re
+import time
+
+import pytest
+import torch
+from overlap_graphs import SHAPE, Graphs, Recorder, positions, trace
+from ranks import run_ranks
+from torch.fx import GraphModule, Node
+
+from trainer.loss import sum_token_losses
+from trainer.models.llama.model import Llama, initial_std
+from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
+from trainer.parallel.compile import build_sum_losses
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.overlap.arrange import Overlap
+from trainer.parallel.overlap.find import CASTS, KINDS, WAIT, Collective
+from trainer.parallel.parallelize import Layout, initialize, parallelize
+from trainer.parallel.partition import Partition
+from trainer.parallel.simple_fsdp import Precision
+
+BLOCK = Overlap("block", True)
+MATMUL = torch.ops.aten.mm.default
+OVERLAPS = [BLOCK, Overlap("none", True), Overlap("block", False)]
+MESHES = [{"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "tp": 2}, {"replicate": 4}]
+SECONDS_FOR_40000_NODES = 5
+
+
+def of(graphs: Graphs, direction: str, serves: str, axis: str = "dp_shard") -> list[Collective]:
+    return [c for c in graphs.collectives(direction, axis) if c.serves == serves]
+
+
+def matmuls_between(gm: GraphModule, first: Node, last: Node) -> int:
+    place = positions(gm)
+    return sum(place[first] < place[node] < place[last] for node in gm.graph.nodes if node.target is MATMUL)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_gather_starts_before_the_stage_before_is_waited_for(direction: str) -> None:
+    graphs = trace(shard=4).arranged(BLOCK)
+    gm, gathers = getattr(graphs, direction), of(graphs, direction, "weight")
+    place = positions(gm)
+    for before, after in itertools.pairwise(gathers):
+        assert place[after.start] < place[before.wait]
+    for before, after in zip(gathers, gathers[2:], strict=False):
+        assert place[before.wait] < place[after.start], "only two stages may be on their way or in use"
+    # A block has seven matmuls forward. Backward has two of each, and the first wait is behind the first of them.
+    hidden = [matmuls_between(gm, c.start, c.wait) for c in gathers if len(c.modules) == 9]
+    assert hidden[1:] == [7, 7] if direction == "forward" else [14, 14], hidden
+
+
+def test_the_first_gather_starts_at_once() -> None:
+    graphs = trace(shard=4).arranged(BLOCK)
+    for direction in ("forward", "backward"):
+        gm, first = getattr(graphs, direction), of(graphs, direction, "weight")[0]
+        before = [node for node in gm.graph.nodes if node < first.start and node.op == "call_function"]
+        assert set(before) == set(first.copy_in())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_shard_is_cast_where_its_gather_starts(direction: str) -> None:
+    graphs = trace(shard=4).arranged(BLOCK)
+    gm = getattr(graphs, direction)
+    place = positions(gm)
+    for c in of(graphs, direction, "weight"):
+        chain = c.copy_in()
+        assert any(node.target in CASTS for node in chain)
+        assert {place[node] for node in chain} == set(range(place[c.start] - len(chain), place[c.start]))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_gather_is_waited_for_just_before_its_first_use(direction: str) -> None:
+    graphs = trace(shard=4).arranged(BLOCK)
+    gm = getattr(graphs, direction)
+    place = positions(gm)
+    for c in of(graphs, direction, "weight"):
+        inside = {c.wait, *c.copy_out()}
+        first_use = min(place[user] for node in inside for user in node.users if user not in inside)
+        others = [n for n in gm.graph.nodes if place[c.wait] < place[n] < first_use and n not in inside]
+        starting = {node for other in of(graphs, direction, "weight") for node in (other.start, *other.copy_in())}
+        assert set(others) <= starting
+
+
+def test_a_sum_starts_with_its_last_gradient_and_is_waited_for_after_the_next_start() -> None:
+    graphs = trace(shard=4).arranged(BLOCK)
+    sums = of(graphs, "backward", "gradient")
+    place = positions(graphs.backward)
+    for before, after in itertools.pairwise(sums):
+        assert place[after.start] < place[before.wait]
+    for before, after in zip(sums, sums[2:], strict=False):
+        assert place[before.wait] < place[after.start], "only two stages of gradients may be on their way"
+    assert [matmuls_between(graphs.backward, c.start, c.wait) for c in sums] == [14, 14, 14, 0, 0]
+
+
+def test_sums_over_replicas_overlap_what_follows_as_well() -> None:
+    graphs = trace(replicate=2, shard=2).arranged(BLOCK)
+    scatters, sums = of(graphs, "backward", "gradient"), of(graphs, "backward", "gradient", "dp_replicate")
+    place = positions(graphs.backward)
+    assert [c.sums_before for c in sums] == [1] * len(scatters)
+    for scatter, total in zip(scatters, sums, strict=True):
+        assert place[scatter.wait] < place[total.start]
+    for before, after in itertools.pairwise(sums):
+        assert place[after.start] < place[before.wait]
+    assert [matmuls_between(graphs.backward, c.start, c.wait) for c in sums] == [14, 14, 0, 0, 0]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_computation_keeps_its_order_and_the_graph_is_sorted(mesh: dict[str, int], overlap: Overlap) -> None:
+    plain = trace(**mesh)
+    arranged = plain.arranged(overlap)  # checks that it is sorted
+    for before, after in ((plain.forward, arranged.forward), (plain.backward, arranged.backward)):
+        assert computation(before) == computation(after)
+
+
+def computation(gm: GraphModule) -> list[str]:
+    """Names of what computes; layouts, casts and collectives may move."""
+    heavy = ("mm", "scaled_dot", "embedding", "mul", "rsqrt", "sum", "pow")
+    return [n.name for n in gm.graph.nodes if n.op == "call_function" and n.name.startswith(heavy)]
+
+
+def test_arranging_does_not_depend_on_names_of_process_groups() -> None:
+    graphs = trace(shard=4)
+    one, other = graphs.arranged(BLOCK), graphs.arranged(BLOCK)
+    assert str(one.backward.graph) == str(other.backward.graph)
+
+
+@pytest.mark.slow
+def test_passes_take_linear_time() -> None:
+    seconds = {}
+    for layers in (8, 150):
+        graphs = trace(shape=dataclasses.replace(SHAPE, n_layers=layers), shard=64)
+        nodes = len(graphs.forward.graph.nodes) + len(graphs.backward.graph.nodes)
+        begin = time.process_time()
+        graphs.arranged(BLOCK)
+        seconds[nodes] = time.process_time() - begin
+    (few, short), (many, long) = seconds.items()
+    assert long * 40_000 / many < SECONDS_FOR_40000_NODES
+    assert long / many < 2 * short / few
+
+
+def planned(gm: GraphModule) -> list[str]:
+    """Starts, waits with the number of their start, and matmuls, in order."""
+    starts: dict[Node, int] = {}
+    steps = []
+    for node in gm.graph.nodes:
+        if node.target in KINDS:
+            starts[node] = len(starts)
+            steps.append(KINDS[node.target])
+        elif node.target is WAIT:
+            steps.append(f"wait {starts[node.args[0]]}")
+        elif node.target is MATMUL:
+            steps.append("matmul")
+    return steps
+
+
+def generated(code: str) -> list[str]:
+    """The same, read from Inductor's code."""
+    starts: dict[str, int] = {}
+    steps = []
+    for line in code[code.index("def call") :].splitlines():
+        collective = re.search(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)", line)
+        if collective is None:
+            steps += ["matmul"] if re.search(r"extern_kernels\.(mm|addmm)\(", line) else []
+            continue
+        result, operation, given = collective.groups()
+        if operation == "wait_tensor":
+            steps.append(f"wait {starts[given]}")
+            continue
+        starts[given if operation == "all_reduce_" else result] = len(starts)
+        steps.append(re.sub(r"_into_tensor|_tensor|_$", "", operation))
+    return steps
+
+
+def compile_with_inductor(rank: int) -> tuple[list[list[str]], list[list[str]]]:
+    from torch._inductor.utils import run_and_get_code
+
+    torch._inductor.config.force_disable_caches = True
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=1, dp_shard=2)
+    shape = dataclasses.replace(SHAPE, n_layers=2)
+    with torch.device("meta"):
+        model = Llama(shape)
+    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, Precision(torch.float32, torch.float32)))
+    initialize(model, torch.device("cpu"), initial_std(shape), seed=0)
+    recorder = Recorder(mesh.axis_of_group())
+    sum_losses = build_sum_losses(
+        model,
+        sum_token_losses,
+        enable=True,
+        backend="inductor",
+        loss_inside=True,
+        partition=Partition(True, overlap=BLOCK),
+        report=recorder,
+    )
+    tokens_BT = torch.zeros(2, 16, dtype=torch.int64)
+    _, codes = run_and_get_code(lambda: sum_losses(tokens_BT, tokens_BT).backward())
+    return [planned(gm) for gm in recorder.graphs], [generated(code) for code in codes]
+
+
+@pytest.mark.slow
+def test_inductor_runs_what_was_planned() -> None:
+    for plans, codes in run_ranks(compile_with_inductor, 2, timeout_seconds=500):
+        assert codes == plans
+        assert all("all_gather" in plan and "matmul" in plan for plan in plans)
