@@ -15,6 +15,7 @@ from tiny_run import arguments, launch_all, write_dataset
 
 import train
 from scripts import generate, print_schedule
+from trainer.resume import check_launch
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
@@ -41,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FRESH = {"job__dump_folder": "{}/fresh"}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"training__stepz": 3}, ["training.stepz", "training.steps"]),
     "wrong type": ({"training__steps": "many"}, ["training.steps = many", "number"]),
@@ -53,11 +55,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "batch": ({"training__global_batch_size": 5}, ["training.global_batch_size = 5", "5 / 2 is not whole"]),
     "no tokenizer": ({"model__tokenizer_path": "assets/none"}, ["model.tokenizer_path = 'assets/none'", "bytes"]),
     "empty dataset": ({"training__dataset_path": "{}/empty"}, ["training.dataset_path", "no files", "stdlib"]),
-    "vocabulary": ({"model__args__vocab_size": 100}, ["model.args.vocab_size = 100", "258"]),
+    "vocabulary": ({**FRESH, "model__args__vocab_size": 100}, ["model.args.vocab_size = 100", "258"]),
     "dump folder": ({"job__dump_folder": "{}/file"}, ["job.dump_folder", "File exists"]),
     "changed experiment": ({"optimizer__lr": 0.3}, ["optimizer.lr: 0.3 now, 0.01 there", "accept_changes"]),
     "no such step": ({"checkpoint__load_step": 7}, ["checkpoint.load_step = 7", "complete: 2"]),
-    "too big": ({"model__args__vocab_size": 10**11}, ["GiB per device (parameters", "memory available now"]),
+    "too big": ({**FRESH, "model__args__vocab_size": 10**11}, ["GiB per device (parameters", "memory available now"]),
     "pattern": ({"optimizer__no_decay": "foo"}, ['optimizer.no_decay = ["foo"]', "tok_embeddings.weight"]),
     "world size": ({"world_size": 4}, ["--world-size 4", "--dry-run", "torchrun --nproc-per-node 4"]),
 }
@@ -90,7 +92,7 @@ def test_what_cannot_run_is_refused_with_code_2_and_a_way_out(
 def test_a_resume_may_stop_short_of_the_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The schedule's length is the first launch's, so `training.steps` alone says nothing about it."""
     argv = [argument for argument in arguments(folder, training__steps=1) if "total_steps" not in argument]
-    assert train.check(train.load_config(argv).config, train.load_config(argv).flags) == []
+    assert check_launch(train.load_config(argv).config, world_size=1)[1] == []
     fresh = [*argv, f"--job.dump_folder={folder / 'fresh'}"]
     code, _, err = ask(capsys, fresh)
     assert code == REFUSED
