@@ -64,10 +64,12 @@ class Partition(CustomPartitionerFn):
         sum_shards_first(gm)
         mark_gathered(gm, self.regather)
         check_patterns(self.overlap.modules, find_modules(gm) if self.overlap.modules else ())
-        # The mesh is an input of the graph and has no size that the knapsack could count.
-        budget = functorch_config.patch(
-            activation_memory_budget=self.memory_budget, unsafe_treat_script_objects_as_zero_size=True
-        )
+        changes: dict[str, Any] = {"activation_memory_budget": self.memory_budget}
+        # The mesh is an input of the graph and has no size that the knapsack could count. torch 2.11 counts it as
+        # nothing by itself and lacks the setting; the check can go with its support.
+        if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+            changes["unsafe_treat_script_objects_as_zero_size"] = True
+        budget = functorch_config.patch(changes)
         with budget, attention_without_random_numbers(gm) as restore:
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
             restore(forward)
