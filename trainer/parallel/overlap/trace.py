@@ -1,0 +1,98 @@
+"""Tracing a step's graphs for any number of ranks on one machine, without memory, devices or other processes.
+
+The model's parameters become fake tensors, and the capture and the cut are those of training: torch.compile with the
+run's `Partition`. Only what would run the graphs is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from trainer.optim import like_parameter
+from trainer.parallel.overlap.arrange import PLAIN
+from trainer.parallel.overlap.auto import copy_graph
+from trainer.parallel.parameters import replace_parameters
+from trainer.parallel.partition import Partition
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The two graphs of a step, and the bytes of one rank's share of the parameters."""
+
+    forward: GraphModule
+    backward: GraphModule
+    parameter_bytes: int
+
+    def copy(self) -> Traced:
+        """Return the same graphs for a pass to change."""
+        return replace(self, forward=copy_graph(self.forward), backward=copy_graph(self.backward))
+
+
+def trace(
+    model: nn.Module,
+    sum_token_losses: Callable[[Tensor, Tensor], Tensor],
+    *,
+    rows: int,
+    seq_len: int,
+    partition: Partition,
+    backend: str,
+) -> Traced:
+    """Trace the step of a parallelized model on the meta device, over a fake process group. Changes `model`.
+
+    The graphs are as the cut leaves them; how collectives are bucketed and ordered is left to the caller.
+    `backend` decides which operations the graph is made of, as it does in training.
+    """
+    mode = FakeTensorMode()
+    replace_parameters(model, lambda _, parameter: _fake(parameter, mode))
+    graphs: list[GraphModule] = []
+    recorder = replace(partition, overlap=PLAIN, record=lambda forward, backward: graphs.extend([forward, backward]))
+    compiler = aot_autograd(
+        fw_compiler=_return_values,
+        partition_fn=recorder,
+        decompositions=_decompositions(backend),
+        keep_inference_input_mutations=True,
+    )
+
+    def sum_losses(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        return sum_token_losses(model(tokens_BT), labels_BT)
+
+    torch._dynamo.reset()
+    with mode:
+        tokens_BT = torch.zeros(rows, seq_len, dtype=torch.int64)
+        torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)(tokens_BT, tokens_BT)
+    forward, backward = graphs
+    shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return Traced(forward, backward, sum(shard.numel() * shard.itemsize for shard in shards))
+
+
+def _fake(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local()
+    with mode:
+        shard = torch.empty(local.shape, dtype=local.dtype)
+    return nn.Parameter(like_parameter(shard, parameter), requires_grad=parameter.requires_grad)
+
+
+def _decompositions(backend: str) -> Any:
+    if backend != "inductor":
+        return None
+    from torch._inductor.decomposition import select_decomp_table  # a second to import, and only needed here
+
+    return select_decomp_table()
+
+
+def _return_values(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Be a compiler whose product returns the fake values that tracing has computed already."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [None if node is None else node.meta["val"] for node in output.args[0]]
+    return make_boxed_func(lambda *arguments: values)
