@@ -215,6 +215,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
         ['"norn" and "out" do not', "norm, output and tok_embeddings"],
     ),
     ({"compile.bucket_modules": ("layers.9",)}, ['"layers.9" does not']),
+    ({"compile.bucket_modules": ("norm.weight",)}, ['"norm.weight" does not']),
     ({TENSOR: 1, "parallelism.disable_loss_parallel": True}, ["no effect", f"{TENSOR} = 1", "Leave it out"]),
     ({"checkpoint.load_step": 3}, ["no effect", "checkpoint.enable = true"]),
     ({"checkpoint.accept_changes": ("optimizer.lr",)}, ["no effect"]),

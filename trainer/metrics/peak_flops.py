@@ -194,8 +194,8 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Peak:
         if size < _LARGEST_SIZE and time.perf_counter() + _RUNS * 8 * seconds < deadline:
             size, seconds = 2 * size, 8 * seconds
     kind = str(dtype).removeprefix("torch.")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    return Peak(best, f"measured matmul peak, {kind}: the table of known devices has none of {name}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Peak(best, f"measured matmul peak: {name} has none for {kind} in the table of known devices")
 
 
 def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
