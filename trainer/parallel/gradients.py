@@ -29,6 +29,21 @@ def _norms(gradients: list[Tensor]) -> Tensor:
     return torch.cat([row.flatten() for row in rows])
 
 
+def _as_stored(parameter: nn.Parameter) -> DTensor:
+    """Return the gradient, placed as the parameter is.
+
+    It is already, but in torch 2.11, which gives a dim that divides unevenly a wrong stride in backward and then copies
+    the whole gradient to every rank of that axis. The check can go with the support of 2.11.
+    """
+    gradient = parameter.grad
+    assert isinstance(parameter, DTensor)
+    assert isinstance(gradient, DTensor)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    return gradient
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
     """Scale all gradients in place so that their joint 2-norm is at most `max_norm`; return the norm before, float32.
 
@@ -38,8 +53,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Me
     locals_by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad
-            assert isinstance(gradient, DTensor)
+            gradient = _as_stored(parameter)
             locals_by_axes[_sharded_axes(gradient)].append(gradient.to_local())
     squares = []
     for axes, gradients in locals_by_axes.items():
