@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
+from trainer.files import write_aside
 from trainer.parallel.overlap.find import find_collectives, summarize
 
 
@@ -44,9 +44,8 @@ class GraphReport:
         path = Path(cache_dir(), "fullgraph", f"{key}.json")
         if self.lines:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(self.lines), encoding="utf-8")
-            draft.replace(path)
+            with write_aside(path) as file:
+                file.write(json.dumps(self.lines).encode())
         elif path.exists():
             self.lines, self.from_cache = json.loads(path.read_text(encoding="utf-8")), True
 
