@@ -69,7 +69,7 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
     from trainer.build import build_mesh_of, build_partition, build_sharded_model
     from trainer.distributed import fake_process_group
     from trainer.loss import UNCOUNTED, sum_token_losses
-    from trainer.models.registry import FAMILIES
+    from trainer.models.registry import FAMILIES, build_shape
     from trainer.parallel.overlap.auto import World
     from trainer.parallel.overlap.cost import rings_of
     from trainer.parallel.overlap.forecast import Step, floors, forecast
@@ -83,7 +83,7 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
         loss = build_loss(
             sum_token_losses,
             mesh,
-            vocab_size=model.config.vocab_size,
+            vocab_size=build_shape(config).vocab_size,
             uncounted=UNCOUNTED,
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )

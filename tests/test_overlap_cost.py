@@ -112,6 +112,17 @@ def test_a_matmul_between_separates_kernels() -> None:
     assert kernels == pytest.approx([2 * 4e4 / 1e9, 2 * 4e4 / 1e9])
 
 
+def test_a_kernel_does_not_need_its_own_result() -> None:
+    def around(x: Tensor, w: Tensor) -> Tensor:
+        y = x.relu()
+        return y @ w + y
+
+    x, w = torch.empty(100, 100), torch.empty(100, 100)
+    priced = price_of(around, x, w, fuse=True)
+    kernels = [seconds for node, seconds in priced.seconds.items() if node.target is not aten.mm.default]
+    assert kernels == pytest.approx([2 * 4e4 / 1e9, 3 * 4e4 / 1e9])
+
+
 def test_a_ring_inside_a_node_has_a_step_less_than_ranks_and_moves_all_but_its_own_part() -> None:
     expected = 1e-3 + 7 * 1e-4 + 7 / 8 * 8e6 / 1e9
     for kind in ("all_gather", "reduce_scatter"):

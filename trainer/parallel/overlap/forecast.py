@@ -63,7 +63,7 @@ class Forecast:
 
 def forecast(traced: Traced, world: World, step: Step, *, blocks: str, limit_bytes: float) -> list[Forecast]:
     """Forecast the step under every plan. `limit_bytes` is the device memory that `auto` may use."""
-    candidates = {plan: [] for plan in PLANS}  # type: dict[str, list[Candidate]]
+    candidates: dict[str, list[Candidate]] = {plan: [] for plan in PLANS}
     left = limit_bytes - step.parameter_bytes * (1 + step.moments)
     for gm in (traced.forward, traced.backward):
         collectives = list(world.price(gm).collectives.values())
@@ -71,7 +71,7 @@ def forecast(traced: Traced, world: World, step: Step, *, blocks: str, limit_byt
         candidates["block"].append(judge(gm, world, "block", plan_by_block(collectives, blocks)))
         candidates["auto"].append(plan_automatically(gm, world, blocks=blocks, limit_bytes=left)[0])
     update = PASSES_OF_UPDATE * step.parameter_bytes / world.hardware.bytes_per_second()
-    return [Forecast(plan, step, *found, update) for plan, found in candidates.items()]
+    return [Forecast(plan, step, forward, backward, update) for plan, (forward, backward) in candidates.items()]
 
 
 def floors(traced: Traced, world: World) -> dict[str, float]:
