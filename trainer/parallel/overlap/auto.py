@@ -162,11 +162,18 @@ def _room_until(priced: Priced, serves: str) -> dict[Node, float]:
     return room
 
 
+class _Sketch(GraphModule):
+    """A graph to change and look at, never to run: writing its code is most of the cost of copying it."""
+
+    def recompile(self) -> None:  # type: ignore[override]
+        pass
+
+
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """Return a graph module with a graph of its own; nodes keep their names and meta."""
+    """Return a module with a graph of its own that can't be run; nodes keep their names and meta."""
     graph = Graph()
     copied = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert isinstance(copied, tuple)
     value, output = copied
     graph.output(value).meta.update(output.meta)
-    return GraphModule(gm, graph)
+    return _Sketch(gm, graph)

@@ -1,7 +1,8 @@
 """The least communication that any schedule leaves exposed, given the order of the computation.
 
 A gather can start with the graph at the earliest, and a sum when its gradient is there; both share the stream of their
-axis with what must go before, or after, them. Latencies are left out, as a bucket could hold anything.
+axis with what must go before, or after, them. And all of an axis' communication takes its time, whatever is computed.
+Latencies are left out, as a bucket could hold anything.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def exposed_floor(priced: Priced, rings: Mapping[str, Ring], hardware: Hardware)
     for c in reversed(leaving):
         sent += _travel_seconds(priced, c.start, rings, hardware)
         after = max(after, sent - (computing.seconds - begins[c.start]))
-    return before + after
+    total: dict[str, float] = {}
+    for c in [*arriving, *leaving]:
+        total[c.axis] = total.get(c.axis, 0.0) + _travel_seconds(priced, c.start, rings, hardware)
+    return max(before + after, max(total.values(), default=0.0) - computing.seconds)
 
 
 def _travel_seconds(priced: Priced, start: Node, rings: Mapping[str, Ring], hardware: Hardware) -> float:

@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 
 from trainer.optim import like_parameter
 from trainer.parallel.overlap.arrange import PLAIN
-from trainer.parallel.overlap.auto import copy_graph
 from trainer.parallel.parameters import replace_parameters
 from trainer.parallel.partition import Partition
 
@@ -32,10 +31,6 @@ class Traced:
     forward: GraphModule
     backward: GraphModule
     parameter_bytes: int
-
-    def copy(self) -> Traced:
-        """Return the same graphs for a pass to change."""
-        return replace(self, forward=copy_graph(self.forward), backward=copy_graph(self.backward))
 
 
 def trace(
