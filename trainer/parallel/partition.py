@@ -76,6 +76,7 @@ class Partition(CustomPartitionerFn):
             restore(backward)
         for part in (forward, backward):
             arrange(part, dict(self.axes), self.overlap)
+            part.recompile()
         if self.record:
             self.record(forward, backward)
         return forward, backward
@@ -197,4 +198,3 @@ def _unhide(gm: GraphModule, hidden: dict[Callable[..., Any], Any]) -> None:
     for node in gm.graph.nodes:
         if node.op == "call_function":
             node.target = hidden.get(node.target, node.target)
-    gm.recompile()

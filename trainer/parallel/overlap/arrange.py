@@ -48,7 +48,9 @@ def plan(collectives: Sequence[Collective], overlap: Overlap) -> list[Bucket]:
 
 
 def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[Bucket]:
-    """Bucket and reorder the collectives of `gm` as `overlap` says; return the buckets as planned. Changes `gm`.
+    """Bucket and reorder the collectives of `gm` as `overlap` says; return the buckets as planned.
+
+    Changes the graph of `gm`; to run it, recompile it.
 
     `axes` maps names of process groups to mesh axes.
     """

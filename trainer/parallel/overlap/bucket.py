@@ -7,6 +7,7 @@ The graph is left out of order; `reorder.py` puts every node where it belongs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,12 +30,13 @@ def merge(gm: GraphModule, collectives: Sequence[Collective]) -> Collective:
         "reduce_scatter": (build.join_by_rank, build.cut_flat),
         "all_reduce": (build.join_flat, build.cut_flat),
     }[first.kind]
-    given = taken()
-    start = build.call(first.start, first.start.target, given, *first.start.args[1:])
-    wait = build.call(first.wait, WAIT, start)
+    with build.fake_mode:
+        start = build.call(first.start, first.start.target, taken(), *first.start.args[1:])
+        wait = build.call(first.wait, WAIT, start)
+        results = left(wait)
     modules = tuple(dict.fromkeys(name for c in collectives for name in c.modules))
     start.meta["merged_modules"] = modules
-    for c, result in zip(collectives, left(wait), strict=True):
+    for c, result in zip(collectives, results, strict=True):
         c.wait.replace_all_uses_with(result)
         gm.graph.erase_node(c.wait)
         gm.graph.erase_node(c.start)
@@ -78,14 +80,33 @@ class Builder:
         self.replaced: list[Node] = []
         self.fake_mode = collectives[0].start.meta["val"].fake_mode
 
-    def call(self, like: Node, target: Any, *args: Any) -> Node:
+    def call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add a call that has the metadata of `like` and a value of its own."""
-        with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(target, args)
-        node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta", "from_node")}
-        with self.fake_mode:
-            node.meta["val"] = target(*torch.fx.map_arg(args, lambda parent: parent.meta["val"]))
+        node = self.add(like, target, *args, **kwargs)
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda parent: parent.meta["val"]), **kwargs)
         return node
+
+    def copy(self, old: Node, source: Node, *, joins: bool) -> Node:
+        """Add a contiguous copy of `source` that stands for `old`, whose shape and value it has.
+
+        A reshape that joins dims copies. One that doesn't, since a dim is 1, would leave pieces where they are.
+        """
+        if not joins:
+            source = self.call(old, aten.clone.default, source, memory_format=torch.contiguous_format)
+        node = self.add(old, aten.reshape.default, source, list(old.meta["val"].shape))
+        node.meta["val"] = old.meta["val"]
+        return node
+
+    def add(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta", "from_node")}
+        return node
+
+    def cut(self, buffer: Node, sizes: list[int], dim: int) -> list[Node]:
+        """Add the parts of a buffer, which are views of it."""
+        parts = self.call(buffer, aten.split_with_sizes.default, buffer, sizes, dim)
+        return [self.call(c.wait, operator.getitem, parts, index) for index, c in enumerate(self.collectives)]
 
     def shaped(self, node: Node, shape: Sequence[int]) -> Node:
         """Give a contiguous value another shape, which costs nothing."""
@@ -112,26 +133,18 @@ class Builder:
         return self.shaped(joined, [joined.meta["val"].numel()])
 
     def cut_flat(self, wait: Node) -> list[Node]:
-        results, offset = [], 0
-        for c in self.collectives:
-            value = c.wait.meta["val"]
-            part = self.call(c.wait, aten.slice.Tensor, wait, 0, offset, offset + value.numel())
-            results.append(self.shaped(part, value.shape))
-            offset += value.numel()
-        return results
+        shapes = [c.wait.meta["val"].shape for c in self.collectives]
+        parts = self.cut(wait, [shape.numel() for shape in shapes], 0)
+        return [self.shaped(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def cut_weights(self, wait: Node) -> list[Node]:
         ranks = self.collectives[0].start.args[1]
         table = self.shaped(wait, [ranks, wait.meta["val"].numel() // ranks])
-        results, offset = [], 0
-        for c, given in zip(self.collectives, self.given, strict=True):
-            size = given.meta["val"].numel()
-            part = self.call(c.wait, aten.slice.Tensor, table, 1, offset, offset + size)
-            results.append(
-                self.turn(c, part) or self.call(c.wait, aten.reshape.default, part, list(c.wait.meta["val"].shape))
-            )
-            offset += size
-        return results
+        parts = self.cut(table, [given.meta["val"].numel() for given in self.given], 1)
+        return [
+            self.turn(c, part) or self.copy(c.wait, part, joins=c.wait.meta["val"].shape[0] > ranks)
+            for c, part in zip(self.collectives, parts, strict=True)
+        ]
 
     def turn(self, c: Collective, part: Node) -> Node | None:
         """Where the graph cuts a gathered weight by rank and joins it along dim 1, let that be the one copy out."""
@@ -139,11 +152,9 @@ class Builder:
         if joined is None:
             return None
         ranks, (rows, columns) = c.start.args[1], c.start.args[0].meta["val"].shape
-        turned = self.call(
-            c.wait, aten.permute.default, self.call(c.wait, aten.view.default, part, [ranks, rows, columns]), [1, 0, 2]
-        )
-        whole = self.call(joined, aten.reshape.default, turned, list(joined.meta["val"].shape))
-        joined.replace_all_uses_with(whole)
+        table = self.call(c.wait, aten.view.default, part, [ranks, rows, columns])
+        turned = self.call(c.wait, aten.permute.default, table, [1, 0, 2])
+        joined.replace_all_uses_with(self.copy(joined, turned, joins=columns > 1))
         pieces = joined.args[0]
         split = pieces[0].args[0]
         self.replaced += [joined, *pieces, split]
@@ -168,12 +179,13 @@ def find_columns(c: Collective) -> Node | None:
 
 def find_buffer(parts: Sequence[Node]) -> Node | None:
     """Return the flat buffer of which `parts` are all parts, in order; None where there is none."""
-    end, buffer = 0, None
-    for part in parts:
-        cut = part.args[0] if part.target is aten.view.default else part
-        if cut.target is not aten.slice.Tensor or cut.args[1:3] != (0, end):
-            return None
-        if buffer not in (None, cut.args[0]):
-            return None
-        buffer, end = cut.args[0], cut.args[3]
-    return buffer if buffer is not None and tuple(buffer.meta["val"].shape) == (end,) else None
+    cuts = [part.args[0] if part.target is aten.view.default else part for part in parts]
+    if any(cut.target is not operator.getitem for cut in cuts):
+        return None
+    split = cuts[0].args[0]
+    if [cut.args for cut in cuts] != [(split, index) for index in range(len(cuts))]:
+        return None
+    if split.target is not aten.split_with_sizes.default or len(split.args[1]) != len(cuts):
+        return None
+    buffer = split.args[0]
+    return buffer if buffer.meta["val"].dim() == 1 else None

@@ -1,7 +1,7 @@
 """Which collectives share a bucket, and which buckets stand at one place of the computation: a stage.
 
 A stage is what one transformer block needs, or leaves; its buckets are one for each kind, axis, dtype and reduction.
-Decided from names of modules and from bytes that are equal on all ranks, never from a rank's own share.
+Decided from names of modules, and bounded by the bytes of padded shards: all data ranks decide alike.
 """
 
 from __future__ import annotations

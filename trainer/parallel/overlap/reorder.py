@@ -37,7 +37,6 @@ def reorder(gm: GraphModule, staged: Sequence[Staged], *, overlap: bool) -> None
     (output,) = gm.graph.find_nodes(op="output")
     for node in order:
         output.prepend(node)
-    gm.recompile()
 
 
 class _Order:
