@@ -44,8 +44,9 @@ LAYOUTS = {
     aten.view.default,
     aten._unsafe_view.default,
 }
+COPIES = LAYOUTS | CASTS
 # What may happen to a summed gradient on its way out of the graph.
-AFTER_SUMS = LAYOUTS | CASTS | {WAIT, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, *KINDS}
+AFTER_SUMS = COPIES | {WAIT, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, *KINDS}
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def find_copy_in(start: Node) -> list[Node]:
     ahead = list(start.all_input_nodes)
     while ahead:
         node = ahead.pop(0)
-        if node not in inside and node.target in LAYOUTS | CASTS and set(node.users) <= inside:
+        if node not in inside and node.target in COPIES and set(node.users) <= inside:
             inside.add(node)
             found.append(node)
             ahead += node.all_input_nodes

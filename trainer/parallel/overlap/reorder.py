@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from trainer.parallel.overlap.find import CASTS, LAYOUTS, WAIT, Collective, find_weights
+from trainer.parallel.overlap.find import CASTS, COPIES, WAIT, Collective, find_weights
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _find_copy_in(start: Node) -> set[Node]:
     ahead = list(start.all_input_nodes)
     while ahead:
         node = ahead.pop()
-        if node in inside or node.target not in LAYOUTS | CASTS or not set(node.users) <= inside:
+        if node in inside or node.target not in COPIES or not set(node.users) <= inside:
             continue
         if node.target in CASTS and node.meta["val"].itemsize < node.args[0].meta["val"].itemsize:
             continue
