@@ -66,30 +66,21 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
     """Trace a step of `config` for rank 0 of `world_size` ranks; return its forecast by plan, and the floors."""
     import torch
 
-    from trainer.build import build_mesh_of, build_partition, build_sharded_model
     from trainer.distributed import fake_process_group
-    from trainer.loss import UNCOUNTED, sum_token_losses
-    from trainer.models.registry import FAMILIES, build_shape
+    from trainer.models.registry import FAMILIES
     from trainer.parallel.overlap.auto import World
     from trainer.parallel.overlap.cost import rings_of
     from trainer.parallel.overlap.forecast import Step, floors, forecast
     from trainer.parallel.overlap.trace import trace
-    from trainer.parallel.tensor import build_loss
+    from trainer.parts import build_loss_of, build_mesh_of, build_partition, build_sharded_model
 
     training, backend = config.training, config.compile.backend
     with fake_process_group(world_size):
         mesh = build_mesh_of(config, torch.device("cpu"), world_size)
         model = build_sharded_model(config, mesh)
-        loss = build_loss(
-            sum_token_losses,
-            mesh,
-            vocab_size=build_shape(config).vocab_size,
-            uncounted=UNCOUNTED,
-            loss_parallel=not config.parallelism.disable_loss_parallel,
-        )
         traced = trace(
             model,
-            loss,
+            build_loss_of(config, mesh),
             rows=training.local_batch_size,
             seq_len=training.seq_len,
             partition=build_partition(config),

@@ -38,6 +38,7 @@ FLOORS = [
     ("trainer.resume", 4),
     ("trainer.fit", 4),
     ("trainer.launch", 4),
+    ("trainer.parts", 4),
     ("trainer.build", 4),
     ("trainer.describe", 4),
     ("trainer.step", 4),

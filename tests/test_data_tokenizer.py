@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 
 from trainer.data.documents import Split, split_documents
 from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
@@ -198,7 +199,6 @@ def test_missing_file_and_empty_folder_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

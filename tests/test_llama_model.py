@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 
 from trainer.models.llama.config import FLAVORS, LlamaConfig, count_parameters, parameter_names, weight_modules
 from trainer.models.llama.hf import to_hf_config, to_hf_name
@@ -34,7 +35,6 @@ def build_random(c: LlamaConfig) -> Llama:
 
 
 def build_pair(c: LlamaConfig):
-    transformers = pytest.importorskip("transformers")
     ours = build_random(c)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf_config(c, 64)))
     weights = {to_hf_name(name): value.detach().clone() for name, value in ours.named_parameters()}

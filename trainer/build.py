@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state
-from trainer.config.check import dp_degrees
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
@@ -27,22 +26,16 @@ from trainer.distributed import Place, check_agreement, gather_objects, host_gro
 from trainer.dtypes import DTYPES
 from trainer.interrupt import Interrupt
 from trainer.launch import Launch
-from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.metrics.peak_flops import Peak, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
-from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
-from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.graph_report import GraphReport
-from trainer.parallel.mesh import Mesh, build_mesh
-from trainer.parallel.overlap.arrange import Overlap
-from trainer.parallel.parallelize import Layout, initialize, parallelize
-from trainer.parallel.partition import Partition
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.parallelize import initialize
 from trainer.parallel.self_test import check_collectives
-from trainer.parallel.simple_fsdp import Precision
-from trainer.parallel.tensor import build_loss
 from trainer.parallel.toolchain import choose_backend
+from trainer.parts import build_mesh_of, build_optimizer_of, build_sharded_model, build_sum_losses_of
 from trainer.schedule import Schedule, build_schedule_of
 
 log = logging.getLogger(__name__)
@@ -125,22 +118,8 @@ def build_run(launch: Launch, place: Place) -> Run:
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
     backend = _choose_backend(config, place, host)
     graph_report = GraphReport(mesh.axis_of_group())
-    sum_losses = build_sum_losses(
-        model,
-        build_loss(
-            sum_token_losses,
-            mesh,
-            vocab_size=launch.shape.vocab_size,
-            uncounted=UNCOUNTED,
-            loss_parallel=not config.parallelism.disable_loss_parallel,
-        ),
-        enable=config.compile.enable,
-        backend=backend,
-        loss_inside="loss" in config.compile.components,
-        partition=build_partition(config),
-        report=graph_report,
-    )
-    optimizer = _build_optimizer(config, model)
+    sum_losses = build_sum_losses_of(config, mesh, model, backend, graph_report)
+    optimizer = build_optimizer_of(config, model)
     state = TrainState.start(place.device)
     if launch.resume.path:
         _load(launch, place, checkpoint_tensors(model, optimizer), state, saving)
@@ -166,47 +145,6 @@ def build_run(launch: Launch, place: Place) -> Run:
     )
 
 
-def build_partition(config: Config) -> Partition:
-    """Return how the config cuts joint graphs into forward and backward."""
-    settings = config.activation_checkpoint
-    return Partition(
-        regather=config.parallelism.fsdp_reshard_after_forward != "never",
-        memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
-        overlap=Overlap(
-            bucketing=config.compile.bucketing,
-            reorder=config.compile.reorder,
-            blocks=FAMILIES[config.model.name].blocks,
-            modules=config.compile.bucket_modules,
-        ),
-    )
-
-
-def build_mesh_of(config: Config, device: torch.device, world_size: int) -> Mesh:
-    """Build the config's mesh over all ranks. Collective over all ranks."""
-    replicate, shard = dp_degrees(config, world_size)
-    tp = config.parallelism.tensor_parallel_degree
-    return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp)
-
-
-def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
-    """Build the config's model on the meta device, parallelized over `mesh`."""
-    family = FAMILIES[config.model.name]
-    with torch.device("meta"):
-        model = family.build_model(build_shape(config)).to(DTYPES[config.training.dtype])
-    training = config.training
-    precision = Precision(DTYPES[training.mixed_precision_param], DTYPES[training.mixed_precision_reduce])
-    settings = config.activation_checkpoint
-    layout = Layout(
-        tensor_plan=family.tensor_plan,
-        blocks=family.blocks,
-        precision=precision,
-        recompute_mode=settings.mode,
-        recompute_option=settings.selective_ac_option,
-    )
-    parallelize(model, mesh, layout)
-    return model
-
-
 def _choose_backend(config: Config, place: Place, group: dist.ProcessGroup) -> str:
     """Return what runs the graph, the same on all ranks: they issue one sequence of collectives. Collective."""
     if not config.compile.enable:
@@ -222,19 +160,6 @@ def _choose_backend(config: Config, place: Place, group: dist.ProcessGroup) -> s
             f"using {backend!r}, which computes the same, slower"
         )
     return backend
-
-
-def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    settings = config.optimizer
-    return Optimizer(
-        dict(model.named_parameters()),
-        name=settings.name,
-        weight_decay=settings.weight_decay,
-        no_decay=settings.no_decay,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        momentum=settings.momentum,
-    )
 
 
 def _build_data(config: Config, prepared: Prepared, mesh: Mesh) -> TrainingData:

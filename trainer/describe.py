@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.build import Run, build_mesh_of, build_sharded_model
+from trainer.build import Run
 from trainer.config.check import accumulation_steps, resolve_global_batch_size
 from trainer.config.schema import Config
 from trainer.fit import estimate_launch
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import split_by_decay
 from trainer.parallel.mesh import Mesh
+from trainer.parts import build_mesh_of, build_sharded_model
 
 
 def describe_launch(run: Run) -> list[str]:

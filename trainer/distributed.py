@@ -121,7 +121,7 @@ def _first_failure(place: Place, own: str) -> str | None:
         return None
     try:
         first = _get_default_store().compare_set(FIRST_FAILURE, "", own).decode()
-    except Exception:  # the process that serves the store is gone; then this rank's own error is what there is
+    except (RuntimeError, ValueError):  # no store, or its server is gone: this rank's own error is what there is
         return None
     return None if first == own else first
 

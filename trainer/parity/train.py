@@ -17,23 +17,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.build import build_partition, build_sharded_model
 from trainer.config.schema import Config
 from trainer.data.batches import Microbatch, TrainingData
 from trainer.data.rows import Rows
 from trainer.distributed import Place
 from trainer.launch import build_shape
-from trainer.loss import UNCOUNTED, count_labels, sum_token_losses
+from trainer.loss import count_labels
 from trainer.models.registry import FAMILIES
-from trainer.optim import Optimizer, local
-from trainer.parallel.accumulate import Accumulate, build_accumulate
-from trainer.parallel.compile import build_sum_losses
+from trainer.optim import local
+from trainer.parallel.accumulate import build_accumulate
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import AXES, Mesh
 from trainer.parallel.parallelize import initialize
-from trainer.parallel.tensor import build_loss
 from trainer.parity.case import Case
+from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of
 
 
 @dataclass
@@ -78,14 +76,16 @@ class Trainee:
         initialize(self._model, place.device, _initial_std(config), config.debug.seed)
         if case.fsdp2:
             self._model = _rebuild_with_fsdp2(self._model, config, mesh, place.device)
-        self._accumulate = _build_accumulate(config, mesh, self._model)
+        report = GraphReport(mesh.axis_of_group())
+        sum_losses = build_sum_losses_of(config, mesh, self._model, config.compile.backend, report)
+        self._accumulate = build_accumulate(sum_losses)
         self._first = [local(p.detach()).clone() for p in self._model.parameters()]
 
     def train(self, config: Config) -> Result:
         """Train the steps of `config` with its optimizer, at its peak learning rate. Collective over the mesh."""
         for parameter, first in zip(self._model.parameters(), self._first, strict=True):
             local(parameter.detach()).copy_(first)
-        optimizer = _build_optimizer(config, self._model)
+        optimizer = build_optimizer_of(config, self._model)
         data = _build_data(config, self._mesh)
         result = Result()
         for step in range(config.training.steps):
@@ -134,39 +134,6 @@ def _rebuild_with_fsdp2(ours: nn.Module, config: Config, mesh: Mesh, device: tor
             module.set_gradient_divide_factor(1.0)  # a sum over ranks, as ours; the default is a mean
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other that takes a factor
     return model
-
-
-def _build_accumulate(config: Config, mesh: Mesh, model: nn.Module) -> Accumulate:
-    loss = build_loss(
-        sum_token_losses,
-        mesh,
-        vocab_size=build_shape(config).vocab_size,
-        uncounted=UNCOUNTED,
-        loss_parallel=not config.parallelism.disable_loss_parallel,
-    )
-    sum_losses = build_sum_losses(
-        model,
-        loss,
-        enable=config.compile.enable,
-        backend=config.compile.backend,
-        loss_inside="loss" in config.compile.components,
-        partition=build_partition(config),
-        report=GraphReport(mesh.axis_of_group()),
-    )
-    return build_accumulate(sum_losses)
-
-
-def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    settings = config.optimizer
-    return Optimizer(
-        dict(model.named_parameters()),
-        name=settings.name,
-        weight_decay=settings.weight_decay,
-        no_decay=settings.no_decay,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        momentum=settings.momentum,
-    )
 
 
 def _build_data(config: Config, mesh: Mesh) -> TrainingData:

@@ -1,0 +1,106 @@
+"""The parts of a run that its config alone describes: mesh, model, loss, compiled function, optimizer.
+
+Whoever needs one of them (a run, the parity check, the graph tool) gets the same one here. Putting a run together, with
+its data, checkpoint and metrics, is `build.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.config.check import dp_degrees
+from trainer.config.schema import Config
+from trainer.dtypes import DTYPES
+from trainer.loss import UNCOUNTED, sum_token_losses
+from trainer.models.registry import FAMILIES, build_shape
+from trainer.optim import Optimizer
+from trainer.parallel.compile import SumTokenLosses, build_sum_losses
+from trainer.parallel.graph_report import GraphReport
+from trainer.parallel.mesh import Mesh, build_mesh
+from trainer.parallel.overlap.arrange import Overlap
+from trainer.parallel.parallelize import Layout, parallelize
+from trainer.parallel.partition import Partition
+from trainer.parallel.simple_fsdp import Precision
+from trainer.parallel.tensor import build_loss
+
+
+def build_partition(config: Config) -> Partition:
+    """Return how the config cuts joint graphs into forward and backward."""
+    settings = config.activation_checkpoint
+    return Partition(
+        regather=config.parallelism.fsdp_reshard_after_forward != "never",
+        memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
+        overlap=Overlap(
+            bucketing=config.compile.bucketing,
+            reorder=config.compile.reorder,
+            blocks=FAMILIES[config.model.name].blocks,
+            modules=config.compile.bucket_modules,
+        ),
+    )
+
+
+def build_mesh_of(config: Config, device: torch.device, world_size: int) -> Mesh:
+    """Build the config's mesh over all ranks. Collective over all ranks."""
+    replicate, shard = dp_degrees(config, world_size)
+    tp = config.parallelism.tensor_parallel_degree
+    return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp)
+
+
+def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
+    """Build the config's model on the meta device, parallelized over `mesh`."""
+    family = FAMILIES[config.model.name]
+    with torch.device("meta"):
+        model = family.build_model(build_shape(config)).to(DTYPES[config.training.dtype])
+    training = config.training
+    precision = Precision(DTYPES[training.mixed_precision_param], DTYPES[training.mixed_precision_reduce])
+    settings = config.activation_checkpoint
+    layout = Layout(
+        tensor_plan=family.tensor_plan,
+        blocks=family.blocks,
+        precision=precision,
+        recompute_mode=settings.mode,
+        recompute_option=settings.selective_ac_option,
+    )
+    parallelize(model, mesh, layout)
+    return model
+
+
+def build_loss_of(config: Config, mesh: Mesh) -> SumTokenLosses:
+    """Return the loss for logits as the config's model leaves them on `mesh`."""
+    return build_loss(
+        sum_token_losses,
+        mesh,
+        vocab_size=build_shape(config).vocab_size,
+        uncounted=UNCOUNTED,
+        loss_parallel=not config.parallelism.disable_loss_parallel,
+    )
+
+
+def build_sum_losses_of(
+    config: Config, mesh: Mesh, model: nn.Module, backend: str, report: GraphReport
+) -> SumTokenLosses:
+    """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled with `backend` where the config asks for it."""
+    return build_sum_losses(
+        model,
+        build_loss_of(config, mesh),
+        enable=config.compile.enable,
+        backend=backend,
+        loss_inside="loss" in config.compile.components,
+        partition=build_partition(config),
+        report=report,
+    )
+
+
+def build_optimizer_of(config: Config, model: nn.Module) -> Optimizer:
+    """Return the config's optimizer over the parameters of `model`."""
+    settings = config.optimizer
+    return Optimizer(
+        dict(model.named_parameters()),
+        name=settings.name,
+        weight_decay=settings.weight_decay,
+        no_decay=settings.no_decay,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        momentum=settings.momentum,
+    )
