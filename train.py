@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from typing import TextIO
 
 from trainer.config.arguments import Flags
@@ -14,6 +16,8 @@ from trainer.config.text import format_config, format_help
 from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
 from trainer.log import setup_logging
 from trainer.resume import Resume, check_launch
+
+SECONDS_TO_PRINT = 10
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +63,15 @@ def tell(what: str | ConfigError, file: TextIO | None = None) -> None:
 def refuse(error: ConfigError) -> int:
     """Print what is wrong."""
     tell(error, file=sys.stderr)
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        _let_first_rank_print()
     return EXIT_REFUSED
+
+
+def _let_first_rank_print() -> None:
+    """Wait for local rank 0 to end: torchrun kills all ranks as soon as one has, and that one prints for all."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_REFUSED))
+    time.sleep(SECONDS_TO_PRINT)
 
 
 def dry_run(config: Config, world_size: int) -> int:

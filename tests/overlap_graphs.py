@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +56,9 @@ class Recorder(GraphReport):
 
     graphs: list[GraphModule] = dataclasses.field(default_factory=list)
 
-    def record(self, forward: GraphModule, backward: GraphModule) -> None:
-        super().record(forward, backward)
-        self.graphs = [forward, backward]
+    def record(self, graphs: Mapping[str, GraphModule], plans: Mapping[str, list[str]]) -> None:
+        super().record(graphs, plans)
+        self.graphs = list(graphs.values())
 
 
 @functools.cache

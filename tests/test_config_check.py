@@ -285,3 +285,20 @@ def test_every_legal_selective_option_passes() -> None:
 def test_loss_parallel_can_be_off_compiled_or_not() -> None:
     for enable in (True, False):
         assert problems_of({TENSOR: 2, "parallelism.disable_loss_parallel": True, "compile.enable": enable}, 2) == []
+
+
+def test_an_automatic_plan_needs_the_compiler_the_order_and_equal_sizes_on_all_ranks() -> None:
+    auto = {"compile.bucketing": "auto"}
+    assert problems_of(auto | {"compile.memory_limit_gib": 40.0}, 8) == []
+    assert (
+        problems_of(auto | {"model.args.vocab_size": 257}, 2) == []
+    )  # shards may be uneven, not tensor parallel parts
+    for name, value in (("compile.enable", False), ("compile.reorder", False)):
+        (problem,) = problems_of(auto | {name: value}, 2)
+        assert 'compile.bucketing = "auto"' in problem
+        assert name in problem
+    (problem,) = problems_of(auto | {TENSOR: 2, "model.args.vocab_size": 257}, 2)
+    assert "257 / 2 is not whole" in problem
+    assert problems_of({TENSOR: 2, "model.args.vocab_size": 257}, 2) == []
+    (problem,) = problems_of({"compile.memory_limit_gib": 40.0}, 2)
+    assert '"auto" uses it' in problem

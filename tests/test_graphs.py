@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,9 +44,9 @@ class Recorder(GraphReport):
 
     graphs: list[GraphModule] = dataclasses.field(default_factory=list)
 
-    def record(self, forward: GraphModule, backward: GraphModule) -> None:
-        super().record(forward, backward)
-        self.graphs = [forward, backward]
+    def record(self, graphs: Mapping[str, GraphModule], plans: Mapping[str, list[str]]) -> None:
+        super().record(graphs, plans)
+        self.graphs = list(graphs.values())
 
 
 def trace(

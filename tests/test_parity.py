@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.config.load import load_config
-from trainer.config.schema import replace
+from trainer.config.schema import Config, replace
 from trainer.distributed import find_place
 from trainer.models.llama.config import DEBUG
 from trainer.models.llama.model import Llama, initial_std
@@ -49,6 +49,7 @@ TWO_RANKS = [
     Case(shard=2, fsdp2=True, optimizer="SGD"),
     Case(shard=2, backend="aot_eager"),
     Case(shard=2, backend="aot_eager", loss_inside=False, tied=True, regather=False),
+    Case(shard=2, backend="aot_eager", bucketing="auto"),
     Case(tp=2, backend="aot_eager"),
     Case(shard=2),  # the same bits as the first time
 ]
@@ -59,6 +60,12 @@ FOUR_RANKS = [
     Case(tp=4, optimizer="SGD"),
     Case(shard=2, tp=2, optimizer="SGD"),
     Case(replicate=2, tp=2, tied=True, optimizer="SGD"),
+]
+# An automatic plan under tensor parallelism wants widths that its ranks divide.
+EVEN = replace(BASE, {"model.args.ffn_dim": 48, "model.args.vocab_size": 258})
+AUTO = [
+    Case(shard=2, tp=2, backend="aot_eager", bucketing="auto"),
+    Case(replicate=2, tp=2, backend="aot_eager", bucketing="auto", recompute="full"),
 ]
 SLOW = [
     *(Case(shard=2, backend="aot_eager", recompute=recompute) for recompute in (*RECOMPUTE, "memory_budget 0.3")),
@@ -71,13 +78,13 @@ SLOW = [
 ]
 
 
-def check(rank: int, cases: list[Case]) -> list[Row]:
+def check(rank: int, cases: list[Case], base: Config = BASE) -> list[Row]:
     place = dataclasses.replace(find_place(), device=torch.device("cpu"))
-    return list(verify(cases, BASE, place))
+    return list(verify(cases, base, place))
 
 
-def failures_of(cases: list[Case], ranks: int) -> dict[str, Any]:
-    rows, *others = run_ranks(check, ranks, cases, timeout_seconds=400)
+def failures_of(cases: list[Case], ranks: int, base: Config = BASE) -> dict[str, Any]:
+    rows, *others = run_ranks(check, ranks, cases, base, timeout_seconds=400)
     assert all(rows == other for other in others), "every rank is given the same table"
     assert [row.case for row in rows] == cases
     return {str(row.case): row.failures for row in rows if row.failures}
@@ -90,6 +97,11 @@ def failures_of(cases: list[Case], ranks: int) -> dict[str, Any]:
 )
 def test_a_mesh_changes_no_loss_norm_or_weight(cases: list[Case], ranks: int) -> None:
     assert failures_of(cases, ranks) == {}
+
+
+@pytest.mark.slow
+def test_an_automatic_plan_changes_no_loss_norm_or_weight_under_tensor_parallelism() -> None:
+    assert failures_of(AUTO, 4, EVEN) == {}
 
 
 def check_with_means(rank: int, cases: list[Case]) -> list[Row]:

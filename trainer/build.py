@@ -26,12 +26,15 @@ from trainer.distributed import Place, check_agreement, gather_objects, host_gro
 from trainer.dtypes import DTYPES
 from trainer.interrupt import Interrupt
 from trainer.launch import Launch
+from trainer.memory import device_capacity_bytes
 from trainer.metrics.peak_flops import Peak, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.overlap.hardware import Hardware
+from trainer.parallel.overlap.measure import find_hardware_of_run
 from trainer.parallel.parallelize import initialize
 from trainer.parallel.self_test import check_collectives
 from trainer.parallel.toolchain import choose_backend
@@ -117,8 +120,9 @@ def build_run(launch: Launch, place: Place) -> Run:
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
     backend = _choose_backend(config, place, host)
-    graph_report = GraphReport(mesh.axis_of_group())
-    sum_losses = build_sum_losses_of(config, mesh, model, backend, graph_report)
+    graph_report = GraphReport(mesh.axis_of_group(), host)
+    hardware = _find_hardware(config, place, mesh, host)
+    sum_losses = build_sum_losses_of(config, mesh, model, backend, graph_report, hardware)
     optimizer = build_optimizer_of(config, model)
     state = TrainState.start(place.device)
     if launch.resume.path:
@@ -160,6 +164,14 @@ def _choose_backend(config: Config, place: Place, group: dist.ProcessGroup) -> s
             f"using {backend!r}, which computes the same, slower"
         )
     return backend
+
+
+def _find_hardware(config: Config, place: Place, mesh: Mesh, group: dist.ProcessGroup) -> Hardware | None:
+    """Collective over all ranks. Return what plans are forecast on, or None where no plan is made."""
+    if not config.compile.enable or mesh.data_ranks == 1:
+        return None
+    capacity = device_capacity_bytes(place.device, place.local_world_size)
+    return find_hardware_of_run(place.device, Path(config.job.dump_folder), capacity, group)
 
 
 def _build_data(config: Config, prepared: Prepared, mesh: Mesh) -> TrainingData:

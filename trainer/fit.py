@@ -14,6 +14,9 @@ from trainer.distributed import Place
 from trainer.dtypes import DTYPES
 from trainer.memory import MemoryEstimate, device_capacity_bytes, estimate_memory, format_bytes
 from trainer.models.registry import FAMILIES, Family, build_shape
+from trainer.units import GIB
+
+USABLE = 0.9  # of a device's memory: the rest is for what an allocator can't use, and the libraries' own
 
 
 def check_memory(config: Config, place: Place) -> list[str]:
@@ -46,6 +49,17 @@ def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
         compute_bytes=DTYPES[config.training.mixed_precision_param].itemsize,
         activations_bytes=_count_activation_bytes(config, family, shape) // tp,
     )
+
+
+def graph_limit_bytes(config: Config, world_size: int, memory_bytes: float) -> float:
+    """Return what a graph may hold at its peak: the limit of a step less what is always there.
+
+    `memory_bytes` is what a rank has, of which a part is left to the allocator where the config names no limit.
+    """
+    limit_gib = config.compile.memory_limit_gib
+    limit = memory_bytes * USABLE if limit_gib is None else limit_gib * GIB
+    estimate = estimate_launch(config, world_size)
+    return limit - estimate.parameters_bytes - estimate.moments_bytes
 
 
 def _count_activation_bytes(config: Config, family: Family, shape: Any) -> int:

@@ -12,31 +12,46 @@ from torch import nn
 from trainer.config.check import dp_degrees
 from trainer.config.schema import Config
 from trainer.dtypes import DTYPES
+from trainer.fit import graph_limit_bytes
 from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import Optimizer
 from trainer.parallel.compile import SumTokenLosses, build_sum_losses
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import Mesh, build_mesh
-from trainer.parallel.overlap.arrange import Overlap
+from trainer.parallel.overlap.arrange import PLAIN, Overlap
+from trainer.parallel.overlap.auto import World
+from trainer.parallel.overlap.cost import rings_of
+from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.parallelize import Layout, parallelize
 from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
 
 
-def build_partition(config: Config) -> Partition:
-    """Return how the config cuts joint graphs into forward and backward."""
+def build_partition(config: Config, overlap: Overlap = PLAIN) -> Partition:
+    """Return how the config cuts joint graphs into forward and backward; `overlap` is what is done with the parts."""
     settings = config.activation_checkpoint
     return Partition(
         regather=config.parallelism.fsdp_reshard_after_forward != "never",
         memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
-        overlap=Overlap(
-            bucketing=config.compile.bucketing,
-            reorder=config.compile.reorder,
-            blocks=FAMILIES[config.model.name].blocks,
-            modules=config.compile.bucket_modules,
-        ),
+        overlap=overlap,
+    )
+
+
+def build_overlap(config: Config, mesh: Mesh, backend: str, hardware: Hardware | None) -> Overlap:
+    """Return how the config buckets and orders collectives, forecast on `hardware` where it is known."""
+    world, limit_bytes = None, 0.0
+    if hardware:
+        world = World(mesh.axis_of_group(), rings_of(mesh), hardware, fuse=backend == "inductor")
+        limit_bytes = graph_limit_bytes(config, mesh.axes.size(), hardware.memory_bytes)
+    return Overlap(
+        bucketing=config.compile.bucketing,
+        reorder=config.compile.reorder,
+        blocks=FAMILIES[config.model.name].blocks,
+        modules=config.compile.bucket_modules,
+        world=world,
+        limit_bytes=limit_bytes,
     )
 
 
@@ -78,16 +93,24 @@ def build_loss_of(config: Config, mesh: Mesh) -> SumTokenLosses:
 
 
 def build_sum_losses_of(
-    config: Config, mesh: Mesh, model: nn.Module, backend: str, report: GraphReport
+    config: Config,
+    mesh: Mesh,
+    model: nn.Module,
+    backend: str,
+    report: GraphReport,
+    hardware: Hardware | None = None,
 ) -> SumTokenLosses:
-    """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled with `backend` where the config asks for it."""
+    """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled with `backend` where the config asks for it.
+
+    `compile.bucketing = "auto"` needs `hardware`, the same on all ranks, unless there is only one.
+    """
     return build_sum_losses(
         model,
         build_loss_of(config, mesh),
         enable=config.compile.enable,
         backend=backend,
         loss_inside="loss" in config.compile.components,
-        partition=build_partition(config),
+        partition=build_partition(config, build_overlap(config, mesh, backend, hardware)),
         report=report,
     )
 

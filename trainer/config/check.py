@@ -197,6 +197,25 @@ def _check_compile(config: Config) -> Iterator[str]:
             f'compile.bucketing = {write_value(config.compile.bucketing)}; "block" uses it. '
             'Leave it out, or use compile.bucketing = "block".'
         )
+    if config.compile.bucketing == "auto":
+        yield from _check_auto(config)
+    elif config.compile.memory_limit_gib is not None:
+        yield (
+            f"compile.memory_limit_gib = {config.compile.memory_limit_gib}\nIt has no effect with "
+            f'compile.bucketing = {write_value(config.compile.bucketing)}; "auto" uses it. '
+            'Leave it out, or use compile.bucketing = "auto".'
+        )
+
+
+def _check_auto(config: Config) -> Iterator[str]:
+    given = 'compile.bucketing = "auto"'
+    if not config.compile.enable:
+        yield f"{given}, compile.enable = false\nThe plan is one for the compiled graph. Turn compilation on."
+    if not config.compile.reorder:
+        yield (
+            f"{given}, compile.reorder = false\nThe plan hides communication behind computation, for which it must be "
+            'reordered. Set compile.reorder = true, or use compile.bucketing = "block".'
+        )
 
 
 def _check_recompute(config: Config) -> Iterator[str]:

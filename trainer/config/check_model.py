@@ -95,6 +95,13 @@ def _check_tensor_parallel(config: Config, c: LlamaConfig) -> Iterator[str]:
                 f"for the last. {way_out}"
             )
 
+        elif width % tp and config.compile.bucketing == "auto":
+            yield (
+                f'{given}, {name} = {width}, compile.bucketing = "auto"\nEach rank plans for itself and must come to '
+                f"the same, for which all must have the same sizes: {width} / {tp} is not whole. Use a degree that "
+                'divides it, or compile.bucketing = "block".'
+            )
+
 
 def _leaves_none(width: int, ranks: int) -> bool:
     """Tell whether the last of `ranks` ranks gets nothing when each takes `width / ranks`, rounded up."""

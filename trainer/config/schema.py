@@ -183,14 +183,20 @@ class Compile:
     )
     bucketing: str = machine(
         "block",
-        "Which parameters' collectives are merged: none, or those of a transformer block, of what comes before the "
-        "blocks, and of what comes after.",
-        choices=("none", "block"),
+        "Which parameters' collectives are merged: none; block, those of a transformer block, of what comes before the "
+        "blocks, and of what comes after; or auto, as hides most on the run's hardware, and never less than block.",
+        choices=("none", "block", "auto"),
     )
     bucket_modules: tuple[str, ...] = machine(
         (),
         'Patterns of module names that share a bucket, instead of the blocks: ["layers.*", "norm+output"]; "*" gives '
         "each match a bucket, + joins. What no pattern matches stays alone.",
+    )
+    memory_limit_gib: float | None = machine(
+        None,
+        "For bucketing auto: what a step may hold on one device. None: nine tenths of the device's memory.",
+        unit="GiB",
+        above=0,
     )
     reorder: bool = machine(
         True, "Start gathers one bucket ahead of their use, and wait for sums of gradients one bucket later."

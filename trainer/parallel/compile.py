@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import GraphModule
 
-from trainer.parallel.graph_report import GraphReport, key_of
+from trainer.parallel.graph_report import GraphReport, agreed_before_first_use, key_of
 from trainer.parallel.partition import Partition
 from trainer.parallel.regather import regather_in_backward
 
@@ -50,7 +50,8 @@ def build_backend(
     """Return the backend for torch.compile that cuts joint graphs with `partition` and runs the parts with `name`."""
     partition = replace(partition, record=report.record, axes=tuple(sorted(report.axes.items())))
     if name == "aot_eager":
-        return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
+        aot_eager = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
+        return lambda gm, inputs: agreed_before_first_use(aot_eager(gm, inputs), report)
     from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here
 
     keep_order = KEEP_ORDER if partition.overlap.reorder else {}
@@ -58,7 +59,8 @@ def build_backend(
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
         patches = {"custom_partitioner_fn": partition, **keep_order}
         with report.kept_under(key_of(gm, inputs, partition.uuid())):
-            return compile_fx(gm, inputs, config_patches=patches)
+            compiled: Any = compile_fx(gm, inputs, config_patches=patches)
+        return agreed_before_first_use(compiled, report)
 
     return inductor
 

@@ -1,53 +1,112 @@
 """What the compiler was given: the collectives of the forward and the backward graph, for the start-up log.
 
 On a compile-cache hit no pass of ours runs, so the report is kept in the compiler's cache folder beside what it
-describes, under a key of all that decides the graphs.
+describes, under a key of all that decides the graphs. Ranks compare their reports before the graphs first run: each
+has planned, or loaded, its own, and two orders of the collectives would hang or mix up tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
+from trainer.distributed import gather_objects
 from trainer.files import write_aside
-from trainer.parallel.overlap.find import find_collectives, summarize
+from trainer.parallel.overlap.find import describe, find_collectives, summarize
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class GraphReport:
-    """Lines about each direction's collectives. `axes` maps names of process groups to mesh axes."""
+    """What is in each direction's graph. `axes` maps names of process groups to mesh axes.
+
+    `lines` are for people, collectives by kind and what the plan does; `order` has one text for each collective in the
+    order of the graphs, the same on all ranks. It is None where it isn't known: the compiler's cache had the graphs,
+    and what was kept beside them is gone.
+    """
 
     axes: Mapping[str, str]
+    group: dist.ProcessGroup | None = None  # of all ranks, for host tensors
     lines: dict[str, list[str]] = field(default_factory=dict)
+    order: list[str] | None = None
     from_cache: bool = False
 
-    def record(self, forward: GraphModule, backward: GraphModule) -> None:
-        """Describe graphs that were just made."""
-        graphs = {"forward": forward, "backward": backward}
-        self.lines = {name: summarize(find_collectives(gm, self.axes)) for name, gm in graphs.items()}
+    def record(self, graphs: Mapping[str, GraphModule], plans: Mapping[str, list[str]]) -> None:
+        """Describe graphs that were just made, and the lines that say what their plan does, both by direction."""
+        found = {name: find_collectives(gm, self.axes) for name, gm in graphs.items()}
+        self.lines = {name: [*summarize(collectives), *plans[name]] for name, collectives in found.items()}
+        self.order = [f"{name}: {describe(c)}" for name, collectives in found.items() for c in collectives]
         self.from_cache = False
 
     @contextlib.contextmanager
     def kept_under(self, key: str) -> Iterator[None]:
         """Around a compilation: store what it recorded, or look it up where the compiler's cache had the graphs."""
-        self.lines = {}
+        self.lines, self.order = {}, None
         yield
         path = Path(cache_dir(), "fullgraph", f"{key}.json")
-        if self.lines:
+        if self.order is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with write_aside(path) as file:
-                file.write(json.dumps(self.lines).encode())
+                file.write(json.dumps({"lines": self.lines, "order": self.order}).encode())
         elif path.exists():
-            self.lines, self.from_cache = json.loads(path.read_text(encoding="utf-8")), True
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            self.lines, self.order, self.from_cache = kept["lines"], kept["order"], True
+
+
+def agreed_before_first_use(run: Callable[..., Any], report: GraphReport) -> Callable[..., Any]:
+    """Return `run`, which at its first call compares, over all ranks, the collectives of what was just compiled."""
+    order, unchecked = report.order, report.group is not None
+
+    @functools.wraps(run)
+    def agreed(*arguments: Any) -> Any:
+        nonlocal unchecked
+        if unchecked:
+            assert report.group is not None
+            check_order(order, report.group)
+            unchecked = False
+        return run(*arguments)
+
+    return agreed
+
+
+def check_order(order: list[str] | None, group: dist.ProcessGroup) -> None:
+    """Collective over `group`. RuntimeError on every rank if the ranks' collectives differ, in kind or in order."""
+    digests = gather_objects(hashlib.sha256(json.dumps(order).encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        if order is None and dist.get_rank(group) == 0:
+            log.warning(f"The order of the collectives is not known: it is missing in {Path(cache_dir(), 'fullgraph')}")
+        return
+    orders = gather_objects(order, group)  # all of them, now that it is an error
+    first = orders[0]
+    rank, other = next((rank, other) for rank, other in enumerate(orders) if other != first)
+    raise RuntimeError(
+        f"Ranks have compiled graphs whose collectives differ, and would wait for one another forever.\n"
+        f"{_first_difference(first, other, rank)}\n"
+        "All ranks need the same source, settings and torch release. If they have them, delete the compile cache of "
+        f"each machine (here {cache_dir()}) and report this."
+    )
+
+
+def _first_difference(first: list[str] | None, other: list[str] | None, rank: int) -> str:
+    if first is None or other is None:
+        return f"What {'rank 0' if first is None else f'rank {rank}'} runs is not known: its record is missing"
+    at = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return f"rank 0 has {len(first)} of them, rank {rank} has {len(other)}"
+    return f"Collective {at + 1} of rank 0: {first[at]}\nCollective {at + 1} of rank {rank}: {other[at]}"
 
 
 def key_of(gm: GraphModule, inputs: list[Any], partition_key: str) -> str:

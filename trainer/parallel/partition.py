@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ LAYOUT_CHANGES = {
 GATHER_REGION = 1 << 30
 
 
+# Takes the graphs by direction, and lines about what the plan of each does.
+Record = Callable[[Mapping[str, GraphModule], Mapping[str, list[str]]], None]
+
+
 @dataclass(frozen=True)
 class Partition(CustomPartitionerFn):
     """Cuts joint graphs. With `regather`, gathered parameters are gathered again in backward instead of kept.
@@ -57,7 +61,7 @@ class Partition(CustomPartitionerFn):
     memory_budget: float = 1.0
     overlap: Overlap = PLAIN
     axes: tuple[tuple[str, str], ...] = ()
-    record: Callable[[GraphModule, GraphModule], None] | None = field(default=None, repr=False, compare=False)
+    record: Record | None = field(default=None, repr=False, compare=False)
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
         merge_repeated(gm)
@@ -74,11 +78,12 @@ class Partition(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
             restore(forward)
             restore(backward)
-        for part in (forward, backward):
-            arrange(part, dict(self.axes), self.overlap)
+        graphs, plans = {"forward": forward, "backward": backward}, {}
+        for name, part in graphs.items():
+            plans[name] = arrange(part, dict(self.axes), self.overlap)
             part.recompile()
         if self.record:
-            self.record(forward, backward)
+            self.record(graphs, plans)
         return forward, backward
 
     def uuid(self) -> str:

@@ -31,6 +31,7 @@ class Case:
     microbatches: int = 1
     loss_inside: bool = True
     loss_parallel: bool = True
+    bucketing: str = "block"
     fsdp2: bool = False
 
     @property
@@ -62,6 +63,7 @@ class Case:
             f"{self.microbatches} microbatches": self.microbatches > 1,
             "loss outside": not self.loss_inside,
             "logits gathered": not self.loss_parallel,
+            f"{self.bucketing} buckets": self.bucketing != "block",
         }
         mesh = f"{self.mesh} by PyTorch's FSDP2" if self.fsdp2 else self.mesh
         precision = {"bfloat16": "bf16", "float32": "fp32"}[self.precision]
@@ -94,6 +96,7 @@ class Case:
         }
         if self.backend != "eager":
             settings["compile.backend"] = self.backend
+            settings["compile.bucketing"] = self.bucketing
         if self.optimizer == "SGD" != base.optimizer.name:
             settings["optimizer.lr"] = base.optimizer.lr * SGD_LR_RATIO
         if mode == "selective":

@@ -103,6 +103,8 @@ def choose_quick(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
         replace(small, **compiled, loss_inside=False, microbatches=2),
         replace(mixed, **compiled, regather=False),
         replace(sharded, backend="inductor"),
+        replace(sharded, **compiled, bucketing="auto"),
+        replace(small, **compiled, bucketing="none"),
     ]
     if is_tiny:
         cases += [
@@ -138,6 +140,8 @@ def choose_full(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
         for mode, regather, (number, precision) in product(recompute, (True, False), enumerate(precisions)):
             crossed = replace(here, recompute=mode, regather=regather, precision=precision)
             cases.append(replace(crossed, tied=tied[number % len(tied)], optimizer=optimizers[number % 2]))
+        if backend != "eager":
+            cases += [replace(here, bucketing=bucketing, tied=tied[-1]) for bucketing in ("none", "auto")]
     cases += [replace(mesh, backend="inductor", optimizer=optimizer) for mesh in meshes for optimizer in optimizers]
     return list(dict.fromkeys(_keep_possible(cases, base)))
 

@@ -29,6 +29,7 @@ from trainer.parallel.accumulate import build_accumulate
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import AXES, Mesh
+from trainer.parallel.overlap.hardware import HARDWARE
 from trainer.parallel.parallelize import initialize
 from trainer.parity.case import Case
 from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of
@@ -77,7 +78,9 @@ class Trainee:
         if case.fsdp2:
             self._model = _rebuild_with_fsdp2(self._model, config, mesh, place.device)
         report = GraphReport(mesh.axis_of_group())
-        sum_losses = build_sum_losses_of(config, mesh, self._model, config.compile.backend, report)
+        # An automatic plan for any hardware must be right; described, it is the same one wherever this runs.
+        hardware = HARDWARE["H100"] if case.bucketing == "auto" else None
+        sum_losses = build_sum_losses_of(config, mesh, self._model, config.compile.backend, report, hardware)
         self._accumulate = build_accumulate(sum_losses)
         self._first = [local(p.detach()).clone() for p in self._model.parameters()]
 

@@ -13,42 +13,48 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from trainer.parallel.overlap.auto import Candidate, World, plan_automatically
 from trainer.parallel.overlap.bucket import merge
 from trainer.parallel.overlap.find import Collective, find_collectives
 from trainer.parallel.overlap.plan import Bucket, plan_by_block, plan_by_modules, plan_singly
 from trainer.parallel.overlap.reorder import Staged, reorder
+from trainer.parallel.overlap.simulate import simulate
+from trainer.units import GIB
 
 
 @dataclass(frozen=True)
 class Overlap:
     """How collectives are bucketed and ordered.
 
-    `bucketing` is "none", or "block": by the modules that the pattern `blocks` names, or, where there are any, by the
-    patterns of `modules` ("tok_embeddings", "layers.*", "norm+output").
+    `bucketing` is "none", "auto", or "block": by the modules that the pattern `blocks` names, or, where there are any,
+    by the patterns of `modules` ("tok_embeddings", "layers.*", "norm+output"). `world` is what the graphs will run on;
+    with it what a plan does is forecast, and "auto" needs it, and `limit_bytes`: what a graph may hold at its peak.
     """
 
     bucketing: str = "none"
     reorder: bool = False
     blocks: str = "layers.*"
     modules: tuple[str, ...] = ()
+    world: World | None = None
+    limit_bytes: float = 0.0
 
 
 PLAIN = Overlap()  # graphs as they were traced
 
 
 def plan(collectives: Sequence[Collective], overlap: Overlap) -> list[Bucket]:
-    """Return which of SimpleFSDP's collectives share a bucket."""
+    """Return which of SimpleFSDP's collectives share a bucket, where that depends on nothing but their modules."""
     if overlap.bucketing == "none":
         return plan_singly(collectives)
     if overlap.bucketing == "block":
         if overlap.modules:
             return plan_by_modules(collectives, overlap.modules)
         return plan_by_block(collectives, overlap.blocks)
-    raise ValueError(f"there is no bucketing {overlap.bucketing!r}; use 'none' or 'block'")
+    raise ValueError(f"there is no bucketing {overlap.bucketing!r}; use 'none', 'block' or 'auto'")
 
 
-def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[Bucket]:
-    """Bucket and reorder the collectives of `gm` as `overlap` says; return the buckets as planned.
+def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[str]:
+    """Bucket and reorder the collectives of `gm` as `overlap` says; return a line about what that does, if forecast.
 
     Changes the graph of `gm`; to run it, recompile it.
 
@@ -56,10 +62,38 @@ def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[
     """
     if overlap.bucketing == "none" and not overlap.reorder:
         return []
-    buckets = plan(find_collectives(gm, axes), overlap)
+    world = overlap.world
+    before = examine(gm, world, "as traced") if world else None
+    if overlap.bucketing == "auto":
+        assert world is not None, "an automatic plan needs to know what the graph will run on"
+        chosen = plan_automatically(gm, world, blocks=overlap.blocks, limit_bytes=overlap.limit_bytes)[0]
+        name, buckets = f"auto ({chosen.name})", chosen.buckets
+    else:
+        name, buckets = overlap.bucketing, plan(find_collectives(gm, axes), overlap)
     staged = [Staged(bucket.stage, merge(gm, bucket.collectives)) for bucket in buckets]
     reorder(gm, staged, overlap=overlap.reorder)
-    return buckets
+    return [compare(before, examine(gm, world, name))] if world and before else []
+
+
+def examine(gm: GraphModule, world: World, name: str) -> Candidate:
+    """Simulate `gm` as it is."""
+    priced = world.price(gm)
+    return Candidate(name, [], priced, simulate(priced))
+
+
+def compare(before: Candidate, after: Candidate) -> str:
+    """Say in a line what a plan changes, as simulated."""
+
+    def facts(candidate: Candidate) -> tuple[str, str, str]:
+        count = sum(c.is_data for c in candidate.priced.collectives.values())
+        peak = candidate.simulation.peak_bytes / GIB
+        return str(count), f"{candidate.exposed_seconds * 1e3:,.2f}", f"{peak:,.3f}"
+
+    counts, exposed, peaks = zip(facts(before), facts(after), strict=True)
+    return (
+        f"plan {after.name}: {' -> '.join(counts)} collectives over data axes; simulated: exposed "
+        f"{' -> '.join(exposed)} ms of {after.simulation.seconds * 1e3:,.1f}, peak {' -> '.join(peaks)} GiB"
+    )
 
 
 def passes_key() -> str:

@@ -225,6 +225,12 @@ def module_of(node: Node) -> str:
     return name.removeprefix(".").removeprefix("cell_contents").removeprefix(".")
 
 
+def describe(c: Collective) -> str:
+    """Say what a collective is, by what is the same on all ranks: shards that come out uneven differ in bytes."""
+    dtype = str(c.dtype).removeprefix("torch.")
+    return " ".join([c.kind, *filter(None, [c.op]), f"over {c.axis} in {dtype} for {', '.join(c.modules)}"])
+
+
 def summarize(collectives: list[Collective]) -> list[str]:
     """Return a line for each kind, axis and dtype, with how many there are and the bytes they take in."""
     count: Counter[tuple[str, str, str]] = Counter()

@@ -50,7 +50,7 @@ def trace(
     mode = FakeTensorMode()
     replace_parameters(model, lambda _, parameter: _fake(parameter, mode))
     graphs: list[GraphModule] = []
-    recorder = replace(partition, overlap=PLAIN, record=lambda forward, backward: graphs.extend([forward, backward]))
+    recorder = replace(partition, overlap=PLAIN, record=lambda made, _: graphs.extend(made.values()))
     compiler = aot_autograd(
         fw_compiler=_return_values,
         partition_fn=recorder,
