@@ -29,10 +29,13 @@ def test_a_run_under_an_automatic_plan_is_the_run_by_block_and_a_resume_plans_on
         arguments(tmp_path, "block", training__steps=6, **BLOCK),
         arguments(tmp_path, "auto", training__steps=3, **AUTO),
         arguments(tmp_path, "auto", training__steps=6, **AUTO),
+        arguments(tmp_path, "separate", training__steps=6, parallelism__fsdp_separate_gather_group=True, **BLOCK),
     ]
-    (block, first, second), _ = run_ranks(launch_all, 2, commands)
+    (block, first, second, separate), _ = run_ranks(launch_all, 2, commands)
     assert read_numbers(tmp_path / "auto") == read_numbers(tmp_path / "block")
+    assert read_numbers(tmp_path / "separate") == read_numbers(tmp_path / "block")
     assert_equal_weights(second.weights, block.weights)
+    assert_equal_weights(separate.weights, block.weights)
     plans = [
         [line for line in text.splitlines() if "plan auto" in line] for text in map(compiled_text, (first, second))
     ]

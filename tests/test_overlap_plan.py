@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_graphs import SHAPE, trace
+from overlap_graphs import SHAPE, copy_graph, trace
 from torch.fx import Graph
 
-from trainer.parallel.overlap.arrange import Overlap, plan
-from trainer.parallel.overlap.find import Collective
+from trainer.parallel.overlap.arrange import Overlap, move_gathers, plan
+from trainer.parallel.overlap.find import Collective, find_collectives
 from trainer.parallel.overlap.plan import MAX_BUCKET_BYTES, check_patterns, match, plan_by_block, plan_by_modules
 
 ops = torch.ops._c10d_functional
@@ -131,3 +131,14 @@ def test_with_32_blocks_over_64_ranks_each_block_has_one_gather_and_one_scatter_
 def test_replicas_sum_each_block_once() -> None:
     sums = trace(replicate=4).arranged(Overlap("block", True)).collectives("backward", "dp_replicate")
     assert [(c.kind, len(c.modules)) for c in sums] == [("all_reduce", n) for n in (2, 9, 9, 9, 1)]
+
+
+def test_gathers_of_weights_move_to_the_second_group_and_nothing_else_does() -> None:
+    graphs = trace(shard=2)
+    (group,) = {c.group for c in graphs.collectives("backward")}
+    axes = dict(graphs.axes) | {"second": "dp_shard"}
+    for gm in (graphs.forward, graphs.backward):
+        copy = copy_graph(gm)
+        move_gathers(copy, {group: "second"})
+        for c in find_collectives(copy, axes):
+            assert c.group == ("second" if c.kind == "all_gather" else group)

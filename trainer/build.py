@@ -22,7 +22,7 @@ from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
 from trainer.data.rows import Rows
-from trainer.distributed import Place, check_agreement, gather_objects, host_group, set_determinism
+from trainer.distributed import Place, check_agreement, gather_objects, host_group, set_determinism, set_timeout
 from trainer.dtypes import DTYPES
 from trainer.interrupt import Interrupt
 from trainer.launch import Launch
@@ -107,7 +107,7 @@ class Run:
 
 
 def build_run(launch: Launch, place: Place) -> Run:
-    """Allocate model, optimizer and all else, and load the checkpoint to resume from. Collective over all ranks."""
+    """Collective over all ranks. Allocate model, optimizer and all else, and load the checkpoint to resume from."""
     config = launch.config
     host, saving = host_group(config.comm.init_timeout_seconds), host_group(SAVE_TIMEOUT_SECONDS)
     check_agreement("The content of training.dataset and the tokenizer", launch.prepared.fingerprint, host)
@@ -116,6 +116,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     set_determinism(config.debug.deterministic)
 
     mesh = build_mesh_of(config, place.device, place.world_size)
+    set_timeout(config.comm.init_timeout_seconds, mesh.groups())
     check_collectives(mesh, place.device)
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
@@ -150,7 +151,7 @@ def build_run(launch: Launch, place: Place) -> Run:
 
 
 def _choose_backend(config: Config, place: Place, group: dist.ProcessGroup) -> str:
-    """Return what runs the graph, the same on all ranks: they issue one sequence of collectives. Collective."""
+    """Collective over `group`. Return what runs the graph, the same on all ranks, as the collectives must be."""
     if not config.compile.enable:
         return "eager"
     choices = gather_objects(choose_backend(config.compile.backend), group)
@@ -235,7 +236,7 @@ def random_tensors(rank: int) -> dict[str, Tensor]:
 def _load(
     launch: Launch, place: Place, tensors: dict[str, Tensor], state: TrainState, group: dist.ProcessGroup
 ) -> None:
-    """Continue from a checkpoint of any mesh; ranks it didn't have keep a fresh random state. Collective."""
+    """Collective over `group`. Load a checkpoint of any mesh; ranks it didn't have keep a fresh random state."""
     path, rng = launch.resume.path, random_tensors(place.rank)
     assert path is not None
 

@@ -52,6 +52,7 @@ def build_overlap(config: Config, mesh: Mesh, backend: str, hardware: Hardware |
         modules=config.compile.bucket_modules,
         world=world,
         limit_bytes=limit_bytes,
+        gather_groups=tuple(mesh.gather_group_beside().items()),
     )
 
 
@@ -59,7 +60,8 @@ def build_mesh_of(config: Config, device: torch.device, world_size: int) -> Mesh
     """Build the config's mesh over all ranks. Collective over all ranks."""
     replicate, shard = dp_degrees(config, world_size)
     tp = config.parallelism.tensor_parallel_degree
-    return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp)
+    separate_gathers = config.parallelism.fsdp_separate_gather_group
+    return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp, separate_gathers=separate_gathers)
 
 
 def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:

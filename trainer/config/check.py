@@ -197,6 +197,11 @@ def _check_compile(config: Config) -> Iterator[str]:
             f'compile.bucketing = {write_value(config.compile.bucketing)}; "block" uses it. '
             'Leave it out, or use compile.bucketing = "block".'
         )
+    if config.parallelism.fsdp_separate_gather_group and not config.compile.enable:
+        yield (
+            "parallelism.fsdp_separate_gather_group = true, compile.enable = false\nGathers are moved in the compiled "
+            "graph. Turn compilation on, or leave it out."
+        )
     if config.compile.bucketing == "auto":
         yield from _check_auto(config)
     elif config.compile.memory_limit_gib is not None:

@@ -152,6 +152,9 @@ class Parallelism:
         "Free a gathered parameter after its use and gather it again in backward. default: always without pipeline.",
         choices=("always", "never", "default"),
     )
+    fsdp_separate_gather_group: bool = machine(
+        False, "Gather on a process group of its own, so that gathers and sums of gradients can travel at once."
+    )
     tensor_parallel_degree: int = machine(
         1, "Ranks that divide heads, features and, between layers, the sequence.", unit="ranks", minimum=1
     )

@@ -5,7 +5,8 @@ An axis of size 1 is an axis like any other, and costs nothing: DTensor issues n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,13 @@ STORAGE_AXES = (*DATA_AXES, "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks of the run by axis."""
+    """All ranks of the run by axis.
+
+    `gather_groups` are second process groups over the ranks of an axis, if gathers are to travel on one of their own.
+    """
 
     axes: DeviceMesh
+    gather_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def storage(self) -> DeviceMesh:
@@ -54,11 +59,17 @@ class Mesh:
     def axis_of_group(self) -> dict[str, str]:
         """Map the names of process groups, as graphs hold them, to axes of more than one rank."""
         wide = [axis for axis in AXES if self.size(axis) > 1]
-        return {self.axes.get_group(axis).group_name: axis for axis in wide}
+        first: dict[str, str] = {self.axes.get_group(axis).group_name: axis for axis in wide}
+        return first | {group.group_name: axis for axis, group in self.gather_groups.items()}
+
+    def gather_group_beside(self) -> dict[str, str]:
+        """Map the name of a process group to that of the second one over the same ranks."""
+        return {self.axes.get_group(axis).group_name: group.group_name for axis, group in self.gather_groups.items()}
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups of all axes, and the one of all ranks."""
-        return [dist.distributed_c10d._get_default_group(), *(self.axes.get_group(axis) for axis in AXES)]
+        of_axes = [self.axes.get_group(axis) for axis in AXES]
+        return [dist.distributed_c10d._get_default_group(), *of_axes, *self.gather_groups.values()]
 
     def sum(self, value: Tensor, over: tuple[str, ...] = DATA_AXES) -> Tensor:
         """Collective over `over`. Return the sum of `value`; axes of size 1 are skipped."""
@@ -79,7 +90,19 @@ class Mesh:
         return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
 
 
-def build_mesh(device: torch.device, *, dp_replicate: int, dp_shard: int, tp: int = 1) -> Mesh:
+def build_mesh(
+    device: torch.device, *, dp_replicate: int, dp_shard: int, tp: int = 1, separate_gathers: bool = False
+) -> Mesh:
     """Collective over all ranks. Build the mesh over those of the default process group."""
     sizes = (1, dp_replicate, dp_shard, 1, tp)
-    return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
+    axes = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    gathering = ["dp_shard"] if separate_gathers and dp_shard > 1 else []
+    return Mesh(axes, {axis: _second_group(axes, AXES.index(axis)) for axis in gathering})
+
+
+def _second_group(axes: DeviceMesh, dim: int) -> dist.ProcessGroup:
+    """Collective over all ranks. Make one more process group of this rank and those beside it along a dimension."""
+    lines = axes.mesh.movedim(dim, -1).reshape(-1, axes.size(dim)).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(lines)
+    assert group is not None
+    return group

@@ -13,7 +13,7 @@ ops = torch.ops._c10d_functional
 
 
 def check_collectives(mesh: Mesh, device: torch.device) -> None:
-    """Raise RuntimeError naming the axis and collective that computes wrongly. Collective over every axis."""
+    """Collective over every axis. Raise RuntimeError naming the axis and collective that computes wrongly."""
     for axis in AXES:
         size, rank = mesh.axes.size(AXES.index(axis)), mesh.axes.get_local_rank(axis)
         if size == 1:

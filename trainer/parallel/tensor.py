@@ -91,22 +91,22 @@ class _Sum(torch.autograd.Function):
 
 
 def gather_sequence(x_BTD: Tensor, axis: Axis) -> Tensor:
-    """Return the whole sequence of all ranks' parts. Collective over `tp`; backward sums gradients and splits them."""
+    """Collective over `tp`. Return the whole sequence of all ranks' parts; backward sums gradients and splits them."""
     return _GatherSequence.apply(x_BTD, axis)
 
 
 def scatter_sum(x_BTD: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's part of the sequence of the sum over ranks. Collective over `tp`, backward too."""
+    """Collective over `tp`, backward too. Return this rank's part of the sequence of the sum over ranks."""
     return _ScatterSum.apply(x_BTD, axis)
 
 
 def sum_parts(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over ranks, which all ranks then use alike. Collective over `tp`; backward passes gradients on."""
+    """Collective over `tp`. Return the sum over ranks, which all then use alike; backward passes gradients on."""
     return _Sum.apply(x, axis)
 
 
 def gather_features(x: Tensor, size: int, axis: Axis) -> Tensor:
-    """Return all ranks' parts of the last dim, `size` in all. Collective over `tp`; without gradient.
+    """Collective over `tp`. Return all ranks' parts of the last dim, `size` in all; without gradient.
 
     Parts may be uneven: each travels padded to the largest.
     """
@@ -217,7 +217,7 @@ class _GatherVocabulary(torch.autograd.Function):
 def sum_token_losses_in_parts(
     logits_BTV: Tensor, labels_BT: Tensor, axis: Axis, *, first_id: int, uncounted: int
 ) -> Tensor:
-    """Return the sum of token losses from this rank's part of the vocabulary, float32. Collective over `tp`.
+    """Collective over `tp`. Return the sum of token losses from this rank's part of the vocabulary, float32.
 
     -log p(label) = log sum_v exp(z_v - m) - (z_label - m), each term a sum over ranks of local sums; m is the largest
     logit of the token over all ranks, which cancels out and so needs no gradient.

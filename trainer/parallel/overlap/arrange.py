@@ -1,4 +1,4 @@
-"""The graph passes in their visible order: find, plan, bucket, reorder.
+"""The graph passes in their visible order: groups of gathers, find, plan, bucket, reorder.
 
 The same code arranges forward and backward graphs, for gloo, NCCL or a fake process group. It communicates nothing,
 and what it decides about collectives depends on nothing that differs between ranks.
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from trainer.parallel.overlap.auto import Candidate, World, plan_automatically
 from trainer.parallel.overlap.bucket import merge
-from trainer.parallel.overlap.find import Collective, find_collectives
+from trainer.parallel.overlap.find import ALL_GATHER, Collective, find_collectives, find_weights
 from trainer.parallel.overlap.plan import Bucket, plan_by_block, plan_by_modules, plan_singly
 from trainer.parallel.overlap.reorder import Staged, reorder
 from trainer.parallel.overlap.simulate import simulate
@@ -29,6 +29,7 @@ class Overlap:
     `bucketing` is "none", "auto", or "block": by the modules that the pattern `blocks` names, or, where there are any,
     by the patterns of `modules` ("tok_embeddings", "layers.*", "norm+output"). `world` is what the graphs will run on;
     with it what a plan does is forecast, and "auto" needs it, and `limit_bytes`: what a graph may hold at its peak.
+    `gather_groups` are pairs of process groups over the same ranks: gathers move from the first to the second.
     """
 
     bucketing: str = "none"
@@ -37,6 +38,7 @@ class Overlap:
     modules: tuple[str, ...] = ()
     world: World | None = None
     limit_bytes: float = 0.0
+    gather_groups: tuple[tuple[str, str], ...] = ()
 
 
 PLAIN = Overlap()  # graphs as they were traced
@@ -60,6 +62,7 @@ def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[
 
     `axes` maps names of process groups to mesh axes.
     """
+    move_gathers(gm, dict(overlap.gather_groups))
     if overlap.bucketing == "none" and not overlap.reorder:
         return []
     world = overlap.world
@@ -73,6 +76,18 @@ def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[
     staged = [Staged(bucket.stage, merge(gm, bucket.collectives)) for bucket in buckets]
     reorder(gm, staged, overlap=overlap.reorder)
     return [compare(before, examine(gm, world, name))] if world and before else []
+
+
+def move_gathers(gm: GraphModule, groups: Mapping[str, str]) -> None:
+    """Let weights be gathered on the process groups that `groups` names beside their own.
+
+    A process group does one thing after the other. On two, a gather need not wait for a sum of gradients.
+    """
+    if groups:
+        weights = find_weights(gm)
+        for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
+            if node in weights and node.args[-1] in groups:
+                node.args = (*node.args[:-1], groups[node.args[-1]])
 
 
 def examine(gm: GraphModule, world: World, name: str) -> Candidate:

@@ -19,8 +19,9 @@ from trainer.parallel.mesh import DATA_AXES
 ops = torch.ops._c10d_functional
 aten = torch.ops.aten
 WAIT = ops.wait_tensor.default
+ALL_GATHER = ops.all_gather_into_tensor.default
 KINDS = {
-    ops.all_gather_into_tensor.default: "all_gather",
+    ALL_GATHER: "all_gather",
     ops.reduce_scatter_tensor.default: "reduce_scatter",
     ops.all_reduce.default: "all_reduce",
 }
