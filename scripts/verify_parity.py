@@ -30,10 +30,6 @@ CPU_PROCESSES = 4
 SECONDS = {"eager": 5.0, "aot_eager": 12.0, "inductor": 40.0}
 
 
-class Refused(ValueError):
-    """Arguments that can't be followed."""
-
-
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags, and the settings for the config."""
     parser = argparse.ArgumentParser(
@@ -57,45 +53,18 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     """Return the exit code: 0 all cases agree, 1 some don't, 2 refused before anything started."""
-    from trainer.config.load import ConfigError
-
     arguments, settings = parse_arguments(argv)
+    from trainer.config.load import ConfigError
+    from trainer.ranks import Refused, choose_device, count_ranks, start_ranks
+
     try:
         device = choose_device(arguments.device)
-        processes = count_processes(arguments.processes, device)
+        processes = count_ranks(arguments.processes, device, flag="--processes", on_cpu=CPU_PROCESSES)
         base = load_base(arguments.config, settings, processes)
     except (ConfigError, Refused) as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
-    if "RANK" in os.environ:
-        return run(arguments, base, device)
-    return start_processes(processes, arguments, base, device)
-
-
-def choose_device(wanted: str | None) -> str:
-    import torch
-
-    available = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    if wanted == "cuda" and not available:
-        raise Refused("--device cuda: PyTorch finds no GPU with NCCL here. Use --device cpu, or install a CUDA build")
-    return wanted or ("cuda" if available else "cpu")
-
-
-def count_processes(wanted: int | None, device: str) -> int:
-    import torch
-
-    given = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
-    limit = torch.cuda.device_count() if device == "cuda" else None
-    processes = wanted or given or limit or CPU_PROCESSES
-    if wanted is not None and wanted < 1:
-        raise Refused(f"--processes {wanted}: there must be at least 1")
-    if given not in (None, processes):
-        raise Refused(f"--processes {wanted}: torchrun has started {given}. Leave it out under torchrun")
-    if given is None and limit is not None and processes > limit:
-        raise Refused(
-            f"--processes {wanted}: each needs a GPU, and there are {limit}. Use at most {limit}, or --device cpu"
-        )
-    return processes
+    return start_ranks(processes, device, run, arguments, base, device)
 
 
 def load_base(name: str | None, settings: list[str], processes: int) -> Config:
@@ -103,6 +72,7 @@ def load_base(name: str | None, settings: list[str], processes: int) -> Config:
     from trainer.config.check import check_config
     from trainer.config.load import load_config
     from trainer.parity.choose import TINY_ARGUMENTS, settle
+    from trainer.ranks import Refused
 
     start = TINY_ARGUMENTS if name is None else ["--config", name]
     check = lambda config, _: check_config(settle(config, processes), processes)  # noqa: E731
@@ -111,35 +81,6 @@ def load_base(name: str | None, settings: list[str], processes: int) -> Config:
     if flags.dry_run or flags.print_config or flags.world_size:
         raise Refused("--dry-run, --print-config and --world-size belong to train.py. Leave them out")
     return settle(loaded.config, processes)
-
-
-def start_processes(processes: int, arguments: argparse.Namespace, base: Config, device: str) -> int:
-    """Start the ranks on this machine, and return their exit code. They meet at a port that the system chooses."""
-    import torch.multiprocessing as mp
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        mp.spawn(run_rank, (processes, store.port, arguments, base, device), nprocs=processes)
-    except mp.ProcessExitedException as error:
-        return error.exit_code
-    return 0
-
-
-def run_rank(rank: int, processes: int, port: int, arguments: argparse.Namespace, base: Config, device: str) -> None:
-    import torch
-
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    os.environ.update({key: str(value) for key, value in place.items()})
-    # The store is served by the parent already, as it is by torchrun.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    if device == "cpu":
-        torch.set_num_threads(1)
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
-    code = run(arguments, base, device)
-    if code:
-        sys.exit(code)
 
 
 def run(arguments: argparse.Namespace, base: Config, device: str) -> int:

@@ -28,6 +28,7 @@ FLOORS = [
     ("trainer.optim", 1),
     ("trainer.schedule", 1),
     ("trainer.distributed", 1),
+    ("trainer.ranks", 1),
     ("trainer.interrupt", 1),
     ("trainer.memory", 1),
     ("trainer.dtypes", 1),
@@ -44,6 +45,7 @@ FLOORS = [
     ("trainer.step", 4),
     ("trainer.loop", 4),
     ("trainer.parity", 4),
+    ("trainer.benchmark", 4),
     ("train", 5),
     ("scripts", 5),
 ]
