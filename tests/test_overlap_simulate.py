@@ -55,6 +55,16 @@ class Build:
     def parameter(self, name: str) -> Node:
         return self._value(self.graph.placeholder(f"primals_{name}"), SIZE)
 
+    def activation(self, name: str) -> Node:
+        return self._value(self.graph.placeholder(f"tangents_{name}"), SIZE)
+
+    def cast(self, given: Node) -> Node:
+        target = torch.ops.prims.convert_element_type.default
+        return self._value(self.graph.call_function(target, (given, torch.float32)), SIZE)
+
+    def pad(self, given: Node) -> Node:
+        return self._value(self.graph.call_function(aten.constant_pad_nd.default, (given, [0, 0])), SIZE)
+
     def compute(self, *given: Node) -> Node:
         target = aten.add.Tensor if len(given) == 2 else aten.exp.default
         return self._value(self.graph.call_function(target, given), SIZE)
@@ -74,7 +84,7 @@ class Build:
 
 def test_a_collective_that_is_waited_for_at_once_is_exposed() -> None:
     b = Build()
-    x = b.compute(b.parameter("x"))
+    x = b.compute(b.activation("x"))
     priced = b.finish(b.wait(b.gather(x)))
     result = simulate(priced)
     assert result.seconds == pytest.approx(MOVE + GATHER)
@@ -120,11 +130,25 @@ def test_memory_is_held_from_the_making_to_the_last_reading_of_any_view() -> Non
 
 def test_what_a_collective_reads_is_held_until_it_is_waited_for() -> None:
     b = Build()
-    shard = b.compute(b.parameter("w"))
-    start = b.gather(shard)
-    x = b.compute(b.parameter("x"))
+    given = b.compute(b.activation("y"))
+    start = b.gather(given)
+    x = b.compute(b.activation("x"))
     priced = b.finish(b.compute(x), b.wait(start))
     assert simulate(priced).peak_bytes == (1 + 2 + 2) * 4 * SIZE
+
+
+def test_a_shard_costs_the_buffer_that_is_gathered_and_no_time() -> None:
+    def peak(*steps: str) -> float:
+        b = Build()
+        shard = b.parameter("w")
+        for step in steps:
+            shard = getattr(b, step)(shard)
+        priced = b.finish(b.wait(b.gather(shard)))
+        assert priced.compute_seconds() == 0
+        return simulate(priced).peak_bytes / (4 * SIZE)
+
+    assert peak() == peak("pad") == 2
+    assert peak("cast") == peak("cast", "pad") == 2 + 1
 
 
 def test_the_floor_is_what_no_order_can_hide() -> None:

@@ -127,11 +127,11 @@ def _first_failure(place: Place, own: str) -> str | None:
 
 
 @contextlib.contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """Stand in for rank 0 of `world_size` ranks without any other process; collectives do nothing."""
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Stand in for one of `world_size` ranks without any other process; collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from trainer.parallel.mesh import AXES, Mesh
 from trainer.parallel.overlap.find import Collective, find_collectives
 from trainer.parallel.overlap.hardware import Hardware
+from trainer.parallel.overlap.shards import find_shard_side
 from trainer.parallel.overlap.storage import (
     MATMULS,
     Storage,
@@ -90,8 +91,9 @@ def price(
 
     With `fuse`, kernels are those that Inductor would make; else each operation is one.
     """
-    storages = find_storages(gm, fuse=fuse)
     collectives = {c.start: c for c in find_collectives(gm, axes)}
+    side = find_shard_side(gm, collectives.values())
+    storages = find_storages(gm, side, fuse=fuse)
     charged: set[tuple[Node, Storage]] = set()
     started: set[Node] = set()
     seconds: dict[Node, float] = {}
@@ -99,7 +101,8 @@ def price(
     for node in gm.graph.nodes:
         if node in collectives:
             c = collectives[node]
-            seconds[node] = collective_seconds(c.kind, whole_bytes(c), rings[c.axis], hardware)
+            moved = side.padded.get(node, whole_bytes(c))
+            seconds[node] = collective_seconds(c.kind, moved, rings[c.axis], hardware)
         elif node in storages.made and node.op == "call_function":
             kernel, own = storages.kernel_of(node), count_flops(node)
             moved = _bytes_moved(node, storages, charged)

@@ -1,12 +1,14 @@
-"""A scheduled graph on two streams: when everything runs, what communication is exposed, and what memory is live.
+"""A scheduled graph on its streams: when everything runs, what communication is exposed, and what memory is live.
 
-Nodes run in the graph's order. Computation is one stream. A collective joins its communication stream when its start
-is reached, and runs when that stream is free; a wait holds computation until it is done. What it is held is exposed.
-Streams don't slow one another down. Memory is that of `storage.py`, from the node that makes it to the last that reads.
+Nodes run in the graph's order. Computation is one stream, and each process group is another: a collective joins that of
+its group when its start is reached, and runs when it is free; a wait holds computation until it is done. What it is
+held is exposed. Streams don't slow one another down. Memory is that of `storage.py`, from the node that makes it to the
+last that reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -53,25 +55,24 @@ class Simulation:
         return sum(seconds for axis, seconds in held if (axis in DATA_AXES) == data)
 
 
-def simulate(priced: Priced, *, stream_per_kind: bool = False, free_data: bool = False) -> Simulation:
+def simulate(priced: Priced, *, free_data: bool = False) -> Simulation:
     """Run a priced graph.
 
-    Collectives of one axis share a stream, as one process group has one; with `stream_per_kind` gathers and reductions
-    have a group each. With `free_data` those of data axes take no time, which tells what else there is to wait for.
+    Each process group has a stream. With `free_data` collectives of data axes take no time, which tells what else there
+    is to wait for.
     """
     result = Simulation()
     now = 0.0
-    free_at: dict[tuple[str, str], float] = {}
+    free_at: dict[str, float] = {}
     done: dict[Node, Span] = {}
     begins: dict[Node, float] = {}
     for node in priced.gm.graph.nodes:
         begins[node] = now
         if node in priced.collectives:
             collective = priced.collectives[node]
-            stream = (collective.axis, collective.kind if stream_per_kind else "")
             seconds = 0.0 if free_data and collective.axis in DATA_AXES else priced.seconds[node]
-            span = Span(node, max(now, free_at.get(stream, 0.0)), seconds, collective)
-            free_at[stream] = span.end
+            span = Span(node, max(now, free_at.get(collective.group, 0.0)), seconds, collective)
+            free_at[collective.group] = span.end
             done[collective.wait] = span
             result.spans.append(span)
         elif node in done:
@@ -132,17 +133,28 @@ def is_state(storage: Storage) -> bool:
 def find_kinds(priced: Priced) -> dict[Storage, str]:
     """Say of each storage that comes and goes what it holds.
 
-    Gathered: functions of parameters alone. Gradients: what only casts, copies and collectives part from an output of
-    the backward graph. Activations: all else, what forward keeps for backward included.
+    Gathered: weights' gathers, and other functions of parameters alone. Gradients: what only casts, copies and
+    collectives part from an output of the backward graph. Activations: all else, what forward keeps for backward
+    included.
     """
     storages = [s for made in priced.storages.made.values() for s in made if not is_state(s)]
     gathered: set[Storage] = set()
     for storage in storages:
-        read = priced.storages.reads.get(storage.node, {})
-        if read and all(s in gathered or (is_state(s) and s.node.meta["val"].is_floating_point()) for s in read):
+        if _is_weight(storage, priced, gathered):
             gathered.add(storage)
     gradients = _gradients(priced) if not _is_forward(priced) else set()
     return {s: "gathered" if s in gathered else "gradients" if s in gradients else "activations" for s in storages}
+
+
+def _is_weight(storage: Storage, priced: Priced, weights: Container[Storage]) -> bool:
+    """Tell whether a storage holds a weight's gather, or is computed from parameters and `weights` alone."""
+    c = priced.collectives.get(storage.node)
+    if c is not None and c.serves == "weight":
+        return True
+    reads = priced.storages.reads.get(storage.node, {})
+    return bool(reads) and all(
+        read in weights or (is_state(read) and read.node.meta["val"].is_floating_point()) for read in reads
+    )
 
 
 def _is_forward(priced: Priced) -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
+from trainer.parallel.overlap.shards import ShardSide
+
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Inductor stores a value that reads more: torch._inductor.config.realize_reads_threshold where it has several users,
@@ -102,8 +104,12 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def find_storages(gm: GraphModule, *, fuse: bool) -> Storages:
-    """Find what memory each value lives in; with `fuse`, as Inductor would fuse the graph."""
+def find_storages(gm: GraphModule, side: ShardSide, *, fuse: bool) -> Storages:
+    """Find what memory each value lives in; with `fuse`, as Inductor would fuse the graph.
+
+    What is on the side of shards has no memory of its own: a gather's input is the gather's, and what comes of a
+    scattered gradient is a look at it, further sums too, which Inductor takes in place.
+    """
     found = Storages()
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -113,6 +119,12 @@ def find_storages(gm: GraphModule, *, fuse: bool) -> Storages:
             _make(node, found, is_input=True)
         elif node.op != "call_function":
             continue
+        elif node in side.before:
+            found.seen_by[node] = ()
+        elif node in side.gathers:
+            _gather(node, found, copied=node in side.copied)
+        elif node in side.after:
+            found.seen_by[node] = tuple(dict.fromkeys(_all_seen(node, found)))
         elif is_view(node):
             _look(node, found)
         else:
@@ -132,6 +144,13 @@ def find_storages(gm: GraphModule, *, fuse: bool) -> Storages:
 def _make(node: Node, found: Storages, *, is_input: bool = False) -> None:
     made = tuple(Storage(node, bytes_of(tensor), is_input) for tensor in tensors_of(node))
     found.made[node] = found.seen_by[node] = made
+
+
+def _gather(node: Node, found: Storages, *, copied: bool) -> None:
+    given: Node = node.args[0]  # type: ignore[assignment]
+    result, taken = (Storage(node, sum(map(bytes_of, tensors_of(value)))) for value in (node, given))
+    found.made[node], found.seen_by[node] = (result, taken) if copied else (result,), (result,)
+    found.reads[node] = {}
 
 
 def _look(node: Node, found: Storages) -> None:
