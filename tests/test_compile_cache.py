@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from trainer.loss import sum_token_losses
@@ -12,9 +13,12 @@ from trainer.models.llama.config import LlamaConfig
 from trainer.models.llama.model import Llama, initial_std
 from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.parallel.compile import build_sum_losses
-from trainer.parallel.graph_report import GraphReport
+from trainer.parallel.graph_report import GraphReport, check_order
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.overlap.arrange import PLAIN, Overlap
+from trainer.parallel.overlap.auto import World
+from trainer.parallel.overlap.cost import rings_of
+from trainer.parallel.overlap.hardware import HARDWARE
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
@@ -28,6 +32,7 @@ class Case:
     recompute: str = "none"
     option: str = ""
     overlap: Overlap = PLAIN
+    hardware: str = "H100"
     other_source: bool = False
 
 
@@ -43,14 +48,16 @@ def compile_once(rank: int, case: Case) -> GraphReport:
     parallelize(model, mesh, layout)
     initialize(model, torch.device("cpu"), initial_std(SHAPE), seed=0)
     report = GraphReport(mesh.axis_of_group())
+    world = World(mesh.axis_of_group(), rings_of(mesh), HARDWARE[case.hardware])
     sum_losses = build_sum_losses(
         model,
         sum_token_losses,
         enable=True,
         backend="inductor",
         loss_inside=True,
-        partition=Partition(case.regather, overlap=case.overlap),
+        partition=Partition(case.regather, overlap=dataclasses.replace(case.overlap, world=world)),
         report=report,
+        agree=lambda order: check_order(order, dist.group.WORLD),
     )
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     sum_losses(tokens, tokens).backward()
@@ -62,16 +69,21 @@ def test_a_second_start_hits_the_cache_and_every_change_misses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    base = Case()
+    base = Case(overlap=Overlap("block", reorder=True))
+    auto = Case(overlap=Overlap("auto", reorder=True, limit_bytes=1e9))
     first = run_ranks(compile_once, 2, base, timeout_seconds=400)
     assert not any(report.from_cache for report in first)
-    second = run_ranks(compile_once, 2, base, timeout_seconds=400)
+    # The forecast of other hardware changes no graph.
+    second = run_ranks(compile_once, 2, dataclasses.replace(base, hardware="A100"), timeout_seconds=400)
     assert all(report.from_cache for report in second)
     assert [report.lines for report in second] == [report.lines for report in first]
+    assert [report.order for report in second] == [report.order for report in first] != [None, None]
     for changed in (
         dataclasses.replace(base, regather=False),
         dataclasses.replace(base, recompute="selective", option="op"),
-        dataclasses.replace(base, overlap=Overlap(bucketing="block")),
+        dataclasses.replace(base, overlap=PLAIN),
+        auto,
+        dataclasses.replace(auto, hardware="A100"),
         dataclasses.replace(base, other_source=True),
     ):
         reports = run_ranks(compile_once, 2, changed, timeout_seconds=400)
@@ -81,6 +93,10 @@ def test_a_second_start_hits_the_cache_and_every_change_misses_it(
 def test_the_partitions_key_changes_with_its_settings_and_our_source(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [Partition(True), Partition(False), Partition(True, 0.5), Partition(True, overlap=Overlap("block"))]
     assert len({partition.uuid() for partition in keys}) == len(keys)
+    here, there = (Overlap("block", world=World({}, {}, HARDWARE[name])) for name in ("H100", "A100"))
+    assert Partition(True, overlap=here).uuid() == Partition(True, overlap=there).uuid(), "only the forecast differs"
+    here, there = (dataclasses.replace(overlap, bucketing="auto") for overlap in (here, there))
+    assert Partition(True, overlap=here).uuid() != Partition(True, overlap=there).uuid()
     before = Partition(True).uuid()
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"# changed")

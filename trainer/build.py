@@ -31,7 +31,7 @@ from trainer.metrics.peak_flops import Peak, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
-from trainer.parallel.graph_report import GraphReport
+from trainer.parallel.graph_report import GraphReport, check_order
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.overlap.measure import find_hardware_of_run
@@ -121,9 +121,11 @@ def build_run(launch: Launch, place: Place) -> Run:
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
     backend = _choose_backend(config, place, host)
-    graph_report = GraphReport(mesh.axis_of_group(), host)
+    graph_report = GraphReport(mesh.axis_of_group())
     hardware = _find_hardware(config, place, mesh, host)
-    sum_losses = build_sum_losses_of(config, mesh, model, backend, graph_report, hardware)
+    sum_losses = build_sum_losses_of(
+        config, mesh, model, backend, graph_report, hardware, agree=lambda order: check_order(order, host)
+    )
     optimizer = build_optimizer_of(config, model)
     state = TrainState.start(place.device)
     if launch.resume.path:

@@ -17,7 +17,7 @@ from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import Optimizer
 from trainer.parallel.compile import SumTokenLosses, build_sum_losses
-from trainer.parallel.graph_report import GraphReport
+from trainer.parallel.graph_report import Agree, GraphReport
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.overlap.arrange import PLAIN, Overlap
 from trainer.parallel.overlap.auto import World
@@ -101,6 +101,7 @@ def build_sum_losses_of(
     backend: str,
     report: GraphReport,
     hardware: Hardware | None = None,
+    agree: Agree = lambda order: None,
 ) -> SumTokenLosses:
     """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled with `backend` where the config asks for it.
 
@@ -114,6 +115,7 @@ def build_sum_losses_of(
         loss_inside="loss" in config.compile.components,
         partition=build_partition(config, build_overlap(config, mesh, backend, hardware)),
         report=report,
+        agree=agree,
     )
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import GraphModule
 
-from trainer.parallel.graph_report import GraphReport, agreed_before_first_use, key_of
+from trainer.parallel.graph_report import Agree, GraphReport, agreed_before_first_use, key_of
 from trainer.parallel.partition import Partition
 from trainer.parallel.regather import regather_in_backward
 
@@ -45,13 +45,13 @@ def report_compilation() -> CompileReport:
 
 
 def build_backend(
-    name: str, partition: Partition, report: GraphReport
+    name: str, partition: Partition, report: GraphReport, agree: Agree
 ) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
     """Return the backend for torch.compile that cuts joint graphs with `partition` and runs the parts with `name`."""
     partition = replace(partition, record=report.record, axes=tuple(sorted(report.axes.items())))
     if name == "aot_eager":
         aot_eager = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
-        return lambda gm, inputs: agreed_before_first_use(aot_eager(gm, inputs), report)
+        return lambda gm, inputs: agreed_before_first_use(aot_eager(gm, inputs), report.order, agree)
     from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here
 
     keep_order = KEEP_ORDER if partition.overlap.reorder else {}
@@ -60,7 +60,7 @@ def build_backend(
         patches = {"custom_partitioner_fn": partition, **keep_order}
         with report.kept_under(key_of(gm, inputs, partition.uuid())):
             compiled: Any = compile_fx(gm, inputs, config_patches=patches)
-        return agreed_before_first_use(compiled, report)
+        return agreed_before_first_use(compiled, report.order, agree)
 
     return inductor
 
@@ -82,10 +82,12 @@ def build_sum_losses(
     loss_inside: bool,
     partition: Partition,
     report: GraphReport,
+    agree: Agree = lambda order: None,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return f(tokens_BT, labels_BT) -> sum of token losses, compiled as one graph where `enable`.
 
     The loss is part of the graph where `loss_inside`, so that the compiler may fuse it. A graph break is an error.
+    Before a graph first runs, `agree` is given the order of its collectives, on every rank.
     """
 
     def sum_losses(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def build_sum_losses(
 
     if not enable:
         return _regathering(sum_losses) if partition.regather else sum_losses
-    compiler = build_backend(backend, partition, report)
+    compiler = build_backend(backend, partition, report, agree)
     if loss_inside:
         return torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)
     compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)

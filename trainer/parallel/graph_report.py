@@ -39,7 +39,6 @@ class GraphReport:
     """
 
     axes: Mapping[str, str]
-    group: dist.ProcessGroup | None = None  # of all ranks, for host tensors
     lines: dict[str, list[str]] = field(default_factory=dict)
     order: list[str] | None = None
     from_cache: bool = False
@@ -66,23 +65,26 @@ class GraphReport:
             self.lines, self.order, self.from_cache = kept["lines"], kept["order"], True
 
 
-def agreed_before_first_use(run: Callable[..., Any], report: GraphReport) -> Callable[..., Any]:
-    """Return `run`, which at its first call compares, over all ranks, the collectives of what was just compiled."""
-    order, unchecked = report.order, report.group is not None
+Order = list[str] | None
+Agree = Callable[[Order], None]
+
+
+def agreed_before_first_use(run: Callable[..., Any], order: Order, agree: Agree) -> Callable[..., Any]:
+    """Return `run`, which before its first call lets all ranks agree on the order of its collectives."""
+    is_agreed = False
 
     @functools.wraps(run)
     def agreed(*arguments: Any) -> Any:
-        nonlocal unchecked
-        if unchecked:
-            assert report.group is not None
-            check_order(order, report.group)
-            unchecked = False
+        nonlocal is_agreed
+        if not is_agreed:
+            agree(order)
+            is_agreed = True
         return run(*arguments)
 
     return agreed
 
 
-def check_order(order: list[str] | None, group: dist.ProcessGroup) -> None:
+def check_order(order: Order, group: dist.ProcessGroup) -> None:
     """Collective over `group`. RuntimeError on every rank if the ranks' collectives differ, in kind or in order."""
     digests = gather_objects(hashlib.sha256(json.dumps(order).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
@@ -100,7 +102,7 @@ def check_order(order: list[str] | None, group: dist.ProcessGroup) -> None:
     )
 
 
-def _first_difference(first: list[str] | None, other: list[str] | None, rank: int) -> str:
+def _first_difference(first: Order, other: Order, rank: int) -> str:
     if first is None or other is None:
         return f"What {'rank 0' if first is None else f'rank {rank}'} runs is not known: its record is missing"
     at = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)

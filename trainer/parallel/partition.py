@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,15 @@ class Partition(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identify the outcome for compile caches: our own source and settings."""
-        return hashlib.sha256(Path(__file__).read_bytes() + f"{passes_key()} {self}".encode()).hexdigest()
+        settings = replace(self, overlap=self.overlap.that_decides())
+        return hashlib.sha256(Path(__file__).read_bytes() + f"{passes_key()} {settings}".encode()).hexdigest()
+
+    # Inductor copies its settings, and pickles them for its cache's key: this one is shared, and its own key.
+    def __deepcopy__(self, memo: Any) -> Partition:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.uuid(),)
 
 
 def find_parameter_values(gm: GraphModule) -> list[Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -39,6 +39,10 @@ class Overlap:
     world: World | None = None
     limit_bytes: float = 0.0
     gather_groups: tuple[tuple[str, str], ...] = ()
+
+    def that_decides(self) -> Overlap:
+        """Return what of it decides the graphs: a forecast changes nothing, unless the plan is made by it."""
+        return self if self.bucketing == "auto" else replace(self, world=None, limit_bytes=0.0)
 
 
 PLAIN = Overlap()  # graphs as they were traced
