@@ -72,3 +72,26 @@ def test_validation_sampling_and_saving_do_not_disturb_training(tmp_path: Path) 
     assert read_numbers(tmp_path / "busy") == read_numbers(tmp_path / "quiet")
     assert len(read_rows(tmp_path / "busy", "validation_loss")) == 8
     assert_equal_weights(between.weights, without.weights)
+
+
+EIGHT_RANKS = {
+    "HSDP and TP": {"parallelism__data_parallel_replicate_degree": 2, "parallelism__tensor_parallel_degree": 2},
+    "FSDP and TP": {"parallelism__tensor_parallel_degree": 2},
+}
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_and_save_what_one_continues(tmp_path: Path) -> None:
+    """Widths that neither axis divides: over 4 x 2 ranks nested shards of one dimension would overlap."""
+    write_dataset(tmp_path)
+    odd = {"model__args__vocab_size": 259, "model__args__ffn_dim": 50, "training__local_batch_size": 1}
+    run_ranks(launch_all, 1, [arguments(tmp_path, "one", **odd)])
+    eight = [arguments(tmp_path, name, training__steps=10, **odd, **mesh) for name, mesh in EIGHT_RANKS.items()]
+    run_ranks(launch_all, 8, eight, timeout_seconds=400)
+    run_ranks(launch_all, 1, [arguments(tmp_path, name, **odd) for name in EIGHT_RANKS])
+    expected = read_numbers(tmp_path / "one")
+    for name in EIGHT_RANKS:
+        actual = read_numbers(tmp_path / name)
+        assert len(expected) == len(actual) == 20
+        for one, other in zip(actual, expected, strict=True):
+            assert one == pytest.approx(other, rel=RELATIVE, abs=0)
