@@ -93,6 +93,7 @@ def test_each_recompute_mode_lowers_the_peak() -> None:
     assert budget < none
 
 
+@pytest.mark.slow
 def test_gathering_again_holds_fewer_weights() -> None:
     base = Case(WEIGHTS, rows=1, seq_len=8)
     cases = [
