@@ -193,7 +193,9 @@ CASES = {
 FAST = "activations"  # the others take as long again, each
 
 
-@pytest.mark.parametrize("name", [FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != FAST)])
+@pytest.mark.parametrize(
+    "name", [FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != FAST)]
+)
 def test_simulated_memory_is_what_a_step_allocates(name: str) -> None:
     with fake_process_group(2):
         measured, simulated = peak_bytes(CASES[name], 2), simulated_peak(CASES[name], 2)
