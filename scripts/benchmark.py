@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CASES = ("communication", "compute")
 CPU_RANKS = 2
-WAIT_SECONDS = 3600  # ranks wait for the one whose compiler works longest
 # What SimpleFSDP has here and some other variant hasn't.
 OURS_ALONE = {
     "parallelism.tensor_parallel_degree": 1,
@@ -112,15 +111,19 @@ def run(arguments: argparse.Namespace, config: Config, variants: list[str], devi
     """Be one rank. All ranks return the same exit code."""
     import torch
 
-    from trainer.benchmark.measure import measure, measure_memory
+    from trainer.benchmark.measure import WAIT_SECONDS, find_hardware, measure, measure_memory
     from trainer.benchmark.result import Result
+    from trainer.benchmark.variants import AUTO, Setup
     from trainer.distributed import find_place, process_group
+    from trainer.parts import build_mesh_of
 
     place = find_place()
     if device == "cpu":
         place = replace_fields(place, device=torch.device("cpu"))
     with process_group(place, WAIT_SECONDS):
-        measurements = measure(config, place, variants, steps=arguments.steps, rounds=arguments.rounds)
+        hardware = find_hardware(place) if AUTO in variants else None
+        setup = Setup(config, build_mesh_of(config, place.device, place.world_size), place.device, hardware)
+        measurements = measure(setup, variants, steps=arguments.steps, rounds=arguments.rounds)
     result = Result(
         measurements,
         config=arguments.config or f"benchmark_{arguments.case}",
@@ -131,7 +134,7 @@ def run(arguments: argparse.Namespace, config: Config, variants: list[str], devi
     )
     if place.rank == 0:
         if device == "cpu":
-            peaks = measure_memory(config, variants, place.world_size)
+            peaks = measure_memory(config, variants, place.world_size, hardware)
             for measurement in measurements:
                 measurement.peak_bytes = peaks[measurement.variant]
         report(result, arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import runpy
@@ -20,12 +19,13 @@ from trainer.benchmark import measure as measuring
 from trainer.benchmark.chart import page
 from trainer.benchmark.measure import Measurement, list_turns, measure, measure_memory
 from trainer.benchmark.result import Result
-from trainer.benchmark.variants import VARIANTS, build_variant
+from trainer.benchmark.variants import VARIANTS, Setup, build_variant
 from trainer.config.load import load_config
 from trainer.config.schema import Config
-from trainer.distributed import fake_process_group, find_place
+from trainer.distributed import fake_process_group
 from trainer.models.llama.config import count_parameters
 from trainer.models.registry import build_shape
+from trainer.parallel.overlap.hardware import HARDWARE, Hardware
 from trainer.parts import build_mesh_of
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
@@ -38,6 +38,11 @@ DRIFT = (1.0, 3.0, 0.5, 2.0, 1.5)
 
 def tiny(*argv: str) -> Config:
     return load_config([*TINY, *argv]).config
+
+
+def setup_of(config: Config, ranks: int, hardware: Hardware | None = None) -> Setup:
+    cpu = torch.device("cpu")
+    return Setup(config, build_mesh_of(config, cpu, ranks), cpu, hardware)
 
 
 def result_of(*measurements: Measurement, precision: str = "float32") -> Result:
@@ -113,7 +118,7 @@ def test_the_chart_has_a_bar_for_each_variant_and_loads_nothing() -> None:
 def test_fsdp2_is_sharded_by_block_then_by_the_rest_and_sums_as_ours() -> None:
     config = tiny("--training.mixed_precision_param", "bfloat16")
     with fake_process_group(2):
-        model = build_variant("fsdp2", config, build_mesh_of(config, torch.device("cpu"), 2), torch.device("cpu")).model
+        model = build_variant("fsdp2", setup_of(config, 2)).model
     groups = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     assert list(groups) == ["", "layers.0", "layers.1"]
     for module in groups.values():
@@ -125,8 +130,7 @@ def test_fsdp2_is_sharded_by_block_then_by_the_rest_and_sums_as_ours() -> None:
 
 
 def train(rank: int, variants: list[str]) -> list[Measurement]:
-    place = dataclasses.replace(find_place(), device=torch.device("cpu"))
-    return measure(tiny(), place, variants, steps=2, rounds=2)
+    return measure(setup_of(tiny(), 2), variants, steps=2, rounds=2)
 
 
 def test_variants_train_the_same_on_two_ranks() -> None:
@@ -143,14 +147,13 @@ def test_variants_train_the_same_on_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_compiled_variants_train_the_same_on_two_ranks() -> None:
-    variants = [name for name in VARIANTS if name != "auto"]
-    first, _ = run_ranks(train_compiled, 2, variants, timeout_seconds=300)
+    first, _ = run_ranks(train_compiled, 2, list(VARIANTS), timeout_seconds=300)
     assert result_of(*first).find_wrong() == []
 
 
 def train_compiled(rank: int, variants: list[str]) -> list[Measurement]:
-    place = dataclasses.replace(find_place(), device=torch.device("cpu"))
-    return measure(tiny("--compile.backend", "aot_eager"), place, variants, steps=1, rounds=1)
+    setup = setup_of(tiny("--compile.backend", "aot_eager"), 2, HARDWARE["CPU"])
+    return measure(setup, variants, steps=1, rounds=1)
 
 
 def test_peaks_hold_at_least_weights_moments_and_gradients() -> None:

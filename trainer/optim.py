@@ -81,6 +81,7 @@ class Optimizer:
             for part in self._state_names:
                 state[part] = torch.zeros((), device=value.device) if part == "step" else torch.zeros_like(value)
 
+    @torch.no_grad()  # else to_local makes a node of the autograd graph for every gradient
     def step(self, lr: float, found_inf: Tensor) -> None:
         """Update every parameter once with learning rate `lr`, and drop the gradients."""
         gradients = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}

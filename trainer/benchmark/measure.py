@@ -7,9 +7,11 @@ group: gloo frees buffers in threads of its own, whose events the profiler doesn
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,14 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.benchmark.variants import Variant, build_variant
+from trainer.benchmark.variants import Setup, Variant, build_variant
 from trainer.config.schema import Config
 from trainer.data.batches import Microbatch
-from trainer.distributed import Place, fake_process_group
+from trainer.distributed import Place, fake_process_group, host_group
+from trainer.memory import device_capacity_bytes
 from trainer.models.registry import build_shape
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.overlap.hardware import Hardware
+from trainer.parallel.overlap.measure import find_hardware_of_run
 from trainer.parts import build_mesh_of
 
+WAIT_SECONDS = 3600  # ranks wait for the one whose compiler works longest
 WARM_UP_STEPS = 3  # the first compiles; later ones fill caches and allocators
 
 
@@ -46,18 +51,25 @@ def list_turns(variants: Sequence[str], rounds: int) -> Iterator[list[str]]:
         yield [*variants[first:], *variants[:first]]
 
 
-def measure(config: Config, place: Place, variants: Sequence[str], *, steps: int, rounds: int) -> list[Measurement]:
-    """Train every variant in turns and return its measurements. Collective over all ranks.
+def find_hardware(place: Place) -> Hardware:
+    """Collective over all ranks. Return what describes them, measured now where no table has it."""
+    capacity = device_capacity_bytes(place.device, place.local_world_size)
+    with tempfile.TemporaryDirectory() as folder:  # so nothing is kept for another run
+        return find_hardware_of_run(place.device, Path(folder), capacity, host_group(WAIT_SECONDS))
+
+
+def measure(setup: Setup, variants: Sequence[str], *, steps: int, rounds: int) -> list[Measurement]:
+    """Collective over all ranks. Train every variant in turns and return its measurements.
 
     Seconds are those of the slowest rank, and the losses the same on all.
     """
-    mesh = build_mesh_of(config, place.device, place.world_size)
+    is_cuda = setup.device.type == "cuda"
     trainees = {}
     for name in variants:
-        before = torch.cuda.memory_allocated() if place.device.type == "cuda" else 0
-        trainees[name] = Trainee(name, config, mesh, place.device)
+        before = torch.cuda.memory_allocated() if is_cuda else 0
+        trainees[name] = Trainee(name, setup)
         trainees[name].warm_up()
-        if place.device.type == "cuda":
+        if is_cuda:
             trainees[name].measure_cuda_memory(before)
     for turn in list_turns(variants, rounds):
         for name in turn:
@@ -68,10 +80,10 @@ def measure(config: Config, place: Place, variants: Sequence[str], *, steps: int
 class Trainee:
     """A variant that takes steps, each on random tokens of its own: the same for all variants."""
 
-    def __init__(self, name: str, config: Config, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, name: str, setup: Setup) -> None:
         self.result = Measurement(name)
-        self._config, self._mesh, self._device = config, mesh, device
-        self._variant = build_variant(name, config, mesh, device)
+        self._setup = setup
+        self._variant = build_variant(name, setup)
         self._step = 0
 
     def warm_up(self) -> None:
@@ -88,24 +100,26 @@ class Trainee:
         self.result.peak_bytes = torch.cuda.max_memory_allocated() - before
 
     def _time(self, steps: int) -> float:
-        """Take steps and return the mean seconds of one on the slowest rank. Collective."""
-        batches = [draw_batch(self._config, self._mesh, self._device, self._step + i) for i in range(steps)]
+        """Collective over all ranks. Take steps and return the mean seconds of one on the slowest rank."""
+        mesh, device = self._setup.mesh, self._setup.device
+        batches = [draw_batch(self._setup, self._step + i) for i in range(steps)]
         gc.collect()
         gc.disable()  # as in training, where it runs between steps
         dist.barrier()
         start = time.perf_counter()
         losses = [self._variant.step(rows, labels) for rows, labels in batches]
-        if self._device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64, device=self._device)
+        seconds = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64, device=device)
         gc.enable()
         self._step += steps
-        self.result.losses += [self._mesh.sum(loss).item() for loss in losses]
-        return self._mesh.max(seconds).item()
+        self.result.losses += [mesh.sum(loss).item() for loss in losses]
+        return mesh.max(seconds).item()
 
 
-def draw_batch(config: Config, mesh: Mesh, device: torch.device, step: int) -> tuple[Microbatch, Tensor]:
+def draw_batch(setup: Setup, step: int) -> tuple[Microbatch, Tensor]:
     """Return this rank's random rows of a step, and how many labels all ranks have."""
+    config, mesh, device = setup.config, setup.mesh, setup.device
     rows, seq_len = config.training.local_batch_size, config.training.seq_len
     random = np.random.default_rng([config.debug.seed, step, mesh.data_rank])
     tokens = torch.from_numpy(random.integers(build_shape(config).vocab_size, size=(rows, seq_len + 1))).to(device)
@@ -113,7 +127,9 @@ def draw_batch(config: Config, mesh: Mesh, device: torch.device, step: int) -> t
     return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), labels
 
 
-def measure_memory(config: Config, variants: Sequence[str], world_size: int) -> dict[str, int]:
+def measure_memory(
+    config: Config, variants: Sequence[str], world_size: int, hardware: Hardware | None = None
+) -> dict[str, int]:
     """Return the peak bytes of rank 0 of `world_size` ranks that aren't there, on the CPU, by variant.
 
     These are parameters, moments and what the variant keeps between steps, and the most that a step adds to them.
@@ -121,16 +137,16 @@ def measure_memory(config: Config, variants: Sequence[str], world_size: int) -> 
     torch._dynamo.reset()  # it refuses to compile the same function for many models
     device = torch.device("cpu")
     with fake_process_group(world_size):
-        mesh = build_mesh_of(config, device, world_size)
-        return {name: _measure_peak(build_variant(name, config, mesh, device), config, mesh) for name in variants}
+        setup = Setup(config, build_mesh_of(config, device, world_size), device, hardware)
+        return {name: _measure_peak(build_variant(name, setup), setup) for name in variants}
 
 
-def _measure_peak(variant: Variant, config: Config, mesh: Mesh) -> int:
-    rows, labels = draw_batch(config, mesh, torch.device("cpu"), step=0)
+def _measure_peak(variant: Variant, setup: Setup) -> int:
+    batch = draw_batch(setup, step=0)
     for _ in range(WARM_UP_STEPS):
-        variant.step(rows, labels)
+        variant.step(*batch)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        variant.step(rows, labels)
+        variant.step(*batch)
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     held = peak = variant.kept_bytes()

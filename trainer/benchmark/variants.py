@@ -30,17 +30,19 @@ from trainer.parallel.compile import SumTokenLosses
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.parallelize import initialize
 from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of
 
 FSDP2_EAGER = "fsdp2"
 FSDP2_COMPILED = "fsdp2+compile"
+AUTO = "auto"
 # What of SimpleFSDP's settings each of its variants has; the config has all the rest.
 SIMPLE_FSDP: dict[str, dict[str, Any]] = {
     "eager": {"compile.enable": False},
     "none": {"compile.enable": True, "compile.bucketing": "none", "compile.reorder": False},
     "block": {"compile.enable": True, "compile.bucketing": "block", "compile.reorder": True},
-    "auto": {"compile.enable": True, "compile.bucketing": "auto", "compile.reorder": True},
+    AUTO: {"compile.enable": True, "compile.bucketing": "auto", "compile.reorder": True},
 }
 
 
@@ -71,14 +73,26 @@ class Variant:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + self.bucket_bytes
 
 
-def build_variant(name: str, config: Config, mesh: Mesh, device: torch.device) -> Variant:
-    """Allocate the model of the variant `name`, with the config's first weights, and its optimizer. Collective."""
-    ours = build_sharded_model(config, mesh)
-    initialize(ours, device, FAMILIES[config.model.name].initial_std(build_shape(config)), config.debug.seed)
-    return VARIANTS[name](config, mesh, device, ours)
+@dataclass(frozen=True)
+class Setup:
+    """What all variants share. `hardware` is what an automatic plan is made for."""
+
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    hardware: Hardware | None = None
 
 
-def _assemble(name: str, config: Config, mesh: Mesh, model: nn.Module, sum_losses: SumTokenLosses) -> Variant:
+def build_variant(name: str, setup: Setup) -> Variant:
+    """Collective over all ranks. Allocate the variant `name` with the config's first weights, and its optimizer."""
+    config = setup.config
+    ours = build_sharded_model(config, setup.mesh)
+    initialize(ours, setup.device, FAMILIES[config.model.name].initial_std(build_shape(config)), config.debug.seed)
+    return VARIANTS[name](setup, ours)
+
+
+def _assemble(name: str, setup: Setup, model: nn.Module, sum_losses: SumTokenLosses) -> Variant:
+    config, mesh = setup.config, setup.mesh
     return Variant(
         name=name,
         model=model,
@@ -90,25 +104,26 @@ def _assemble(name: str, config: Config, mesh: Mesh, model: nn.Module, sum_losse
 
 
 def _build_simple_fsdp(plan: str) -> Build:
-    def build(config: Config, mesh: Mesh, device: torch.device, ours: nn.Module) -> Variant:
-        settled = replace(config, SIMPLE_FSDP[plan])
+    def build(setup: Setup, ours: nn.Module) -> Variant:
+        config, mesh = replace(setup.config, SIMPLE_FSDP[plan]), setup.mesh
         report = GraphReport(mesh.axis_of_group())
-        sum_losses = build_sum_losses_of(settled, mesh, ours, settled.compile.backend, report)
-        return _assemble(plan, settled, mesh, ours, sum_losses)
+        sum_losses = build_sum_losses_of(config, mesh, ours, config.compile.backend, report, setup.hardware)
+        return _assemble(plan, setup, ours, sum_losses)
 
     return build
 
 
 def _build_fsdp2(*, compiled: bool) -> Build:
-    def build(config: Config, mesh: Mesh, device: torch.device, ours: nn.Module) -> Variant:
+    def build(setup: Setup, ours: nn.Module) -> Variant:
+        config = setup.config
         model = _build_plain_model(config)
         backend = config.compile.backend if compiled else None
-        shard_by_block(model, FAMILIES[config.model.name].blocks, mesh, config, backend)
-        model.to_empty(device=device)
+        shard_by_block(model, FAMILIES[config.model.name].blocks, setup.mesh, config, backend)
+        model.to_empty(device=setup.device)
         for parameter, weight in zip(model.parameters(), ours.parameters(), strict=True):
             local(parameter.detach()).copy_(local(weight.detach()))  # both divide dim 0, in the same way
         name = FSDP2_COMPILED if compiled else FSDP2_EAGER
-        return _assemble(name, config, mesh, model, _losses_of(model, backend))
+        return _assemble(name, setup, model, _losses_of(model, backend))
 
     return build
 
@@ -134,7 +149,8 @@ def shard_by_block(model: nn.Module, blocks: str, mesh: Mesh, config: Config, ba
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other that takes a factor
 
 
-def _build_ddp(config: Config, mesh: Mesh, device: torch.device, ours: nn.Module) -> Variant:
+def _build_ddp(setup: Setup, ours: nn.Module) -> Variant:
+    config, mesh, device = setup.config, setup.mesh, setup.device
     model = _build_plain_model(config).to_empty(device=device)
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), ours.parameters(), strict=True):
@@ -155,7 +171,7 @@ def _build_ddp(config: Config, mesh: Mesh, device: torch.device, ours: nn.Module
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
             return compiled(tokens_BT)
 
-    variant = _assemble("ddp+compile", config, mesh, model, _losses_of(compute_logits, config.compile.backend))
+    variant = _assemble("ddp+compile", setup, model, _losses_of(compute_logits, config.compile.backend))
     parameters, max_norm = list(model.parameters()), config.training.max_norm
     variant.clip = lambda: nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
     variant.bucket_bytes = sum(parameter.nbytes for parameter in parameters)
@@ -180,7 +196,7 @@ def _build_plain_model(config: Config) -> nn.Module:
         return FAMILIES[config.model.name].build_model(build_shape(config)).to(DTYPES[config.training.dtype])
 
 
-Build = Callable[[Config, Mesh, torch.device, nn.Module], Variant]
+Build = Callable[[Setup, nn.Module], Variant]
 VARIANTS: dict[str, Build] = {
     FSDP2_EAGER: _build_fsdp2(compiled=False),
     FSDP2_COMPILED: _build_fsdp2(compiled=True),

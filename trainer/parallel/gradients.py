@@ -44,6 +44,7 @@ def _as_stored(parameter: nn.Parameter) -> DTensor:
     return gradient
 
 
+@torch.no_grad()  # else to_local makes a node of the autograd graph for every gradient
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
     """Scale all gradients in place so that their joint 2-norm is at most `max_norm`; return the norm before, float32.
 
