@@ -66,9 +66,15 @@ def plan_automatically(gm: GraphModule, world: World, *, blocks: str, limit_byte
     room = max(0, limit_bytes - simulate(priced).peak_bytes) / 2
     plans: dict[str, list[Bucket]] = {"none": plan_singly(collectives), "block": plan_by_block(collectives, blocks)}
     for tightness in TIGHTNESS:
-        plans[f"greedy {tightness}"] = plan_greedily(priced, world, tightness=tightness, limit_bytes=room)
+        greedy = plan_greedily(priced, world, tightness=tightness, limit_bytes=room)
+        if _grouping(greedy) not in map(_grouping, plans.values()):  # to judge a plan is most of the work
+            plans[f"greedy {tightness}"] = greedy
     candidates = [judge(gm, world, name, buckets) for name, buckets in plans.items()]
     return sorted(candidates, key=_preference(candidates, limit_bytes))
+
+
+def _grouping(buckets: Sequence[Bucket]) -> list[tuple[int, list[Node]]]:
+    return [(bucket.stage, [c.start for c in bucket.collectives]) for bucket in buckets]
 
 
 def _preference(candidates: Sequence[Candidate], limit_bytes: float) -> Callable[[Candidate], tuple[float, ...]]:

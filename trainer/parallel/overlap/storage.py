@@ -8,6 +8,7 @@ kernel reads needs no memory. Both are simpler than Inductor's own rules, and kn
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,12 @@ INDEXING = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they 
 MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 # What stands between a gradient as it is computed and the graph's output, besides collectives and views.
 REDUCE_CHAIN = {aten.cat, aten.clone, aten.constant_pad_nd, aten._to_copy, torch.ops.prims.convert_element_type}
-WHOLE_KERNELS = {aten.embedding_dense_backward, aten._unsafe_masked_index_put_accumulate, aten.index_put, aten.sort}
+WHOLE_KERNELS = MATMULS | {
+    aten.embedding_dense_backward,
+    aten._unsafe_masked_index_put_accumulate,
+    aten.index_put,
+    aten.sort,
+}
 
 
 @dataclass(eq=False)
@@ -73,25 +79,35 @@ def is_view(node: Node) -> bool:
     if node.target is aten.reshape.default:  # a copy where a view won't do
         given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return given.is_contiguous() or given.shape == made.shape
-    schema = getattr(node.target, "_schema", None)
+    return _aliases(node.target)
+
+
+@functools.cache  # a graph has many nodes and few operators, which answer slowly
+def _aliases(target: object) -> bool:
+    schema = getattr(target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
     return any(result.alias_info is not None for result in schema.returns)
 
 
+@functools.cache
+def _name(target: object) -> str:
+    return str(target)
+
+
 def is_attention(node: Node) -> bool:
-    return "scaled_dot_product" in str(node.target)
+    return "scaled_dot_product" in _name(node.target)
 
 
 def is_collective(node: Node) -> bool:
-    return str(node.target).startswith("_c10d_functional.") and node.target is not WAIT
+    return _name(node.target).startswith("_c10d_functional.") and node.target is not WAIT
 
 
 def is_fusible(node: Node) -> bool:
     """Tell whether Inductor generates the operation's kernel itself and may fuse it with others."""
     if node.op != "call_function" or is_view(node) or is_attention(node) or is_collective(node):
         return False
-    return packet(node) not in MATMULS | WHOLE_KERNELS
+    return packet(node) not in WHOLE_KERNELS
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
