@@ -6,10 +6,13 @@ Trains a tiny model, or that of --config, under every mesh that the processes al
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import pickle
 import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.parity.verify import Row
 
 CPU_PROCESSES = 4
+CASES_IN_BATCH = 40  # at least
 # A case on four processes and two cores: training it, and compiling it before. For the estimate alone.
 SECONDS = {"eager": 5.0, "aot_eager": 12.0, "inductor": 40.0}
 
@@ -55,7 +59,7 @@ def main(argv: list[str]) -> int:
     """Return the exit code: 0 all cases agree, 1 some don't, 2 refused before anything started."""
     arguments, settings = parse_arguments(argv)
     from trainer.config.load import ConfigError
-    from trainer.ranks import Refused, choose_device, count_ranks, start_ranks
+    from trainer.ranks import Refused, choose_device, count_ranks
 
     try:
         device = choose_device(arguments.device)
@@ -64,7 +68,9 @@ def main(argv: list[str]) -> int:
     except (ConfigError, Refused) as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
-    return start_ranks(processes, device, run, arguments, base, device)
+    if "RANK" in os.environ:
+        return be_rank_of_torchrun(arguments, base, device)
+    return start_batches(arguments, base, device, processes)
 
 
 def load_base(name: str | None, settings: list[str], processes: int) -> Config:
@@ -83,50 +89,119 @@ def load_base(name: str | None, settings: list[str], processes: int) -> Config:
     return settle(loaded.config, processes)
 
 
-def run(arguments: argparse.Namespace, base: Config, device: str) -> int:
-    """Be one rank. All ranks return the same exit code."""
+def choose(arguments: argparse.Namespace, base: Config, processes: int) -> tuple[list[Case], list[str]]:
+    """Return the cases, and why others are left out."""
+    from trainer.parity.choose import choose_full, choose_quick, list_meshes
+
+    cases = (choose_full if arguments.full else choose_quick)(base, processes, is_tiny=arguments.config is None)
+    return cases, list_meshes(base, processes)[1]
+
+
+def without_inductor(cases: list[Case], left_out: list[str], missing: str | None) -> tuple[list[Case], list[str]]:
+    """Leave cases out that need a compiler, if `missing` says why there is none."""
+    if missing is None:
+        return cases, left_out
+    return [case for case in cases if case.backend != "inductor"], [*left_out, f"inductor: {missing}"]
+
+
+def be_rank_of_torchrun(arguments: argparse.Namespace, base: Config, device: str) -> int:
+    """Check all cases. Every rank returns the same exit code."""
+    from trainer.distributed import gather_objects, host_group
+    from trainer.parallel.toolchain import find_missing_toolchain
+    from trainer.parity.verify import WAIT_SECONDS
+
+    with joined(device) as place:
+        missing = gather_objects(find_missing_toolchain(), host_group(WAIT_SECONDS))
+        cases, left_out = choose(arguments, base, place.world_size)
+        cases, left_out = without_inductor(cases, left_out, next(filter(None, missing), None))
+        table = Table(len(cases), place.world_size)
+        if place.rank == 0:
+            table.print_start(cases, left_out)
+        failed = check(cases, base, place, table)
+        if place.rank == 0:  # before the ranks part, as the first one to leave with a failure ends all
+            table.print_end()
+            table.write(arguments.markdown, left_out, device)
+    return EXIT_FAILED if failed else 0
+
+
+def start_batches(arguments: argparse.Namespace, base: Config, device: str, processes: int) -> int:
+    """Check the cases in batches, each on ranks of its own, so that one which dies costs no other batch."""
+    from trainer.parallel.toolchain import find_missing_toolchain
+    from trainer.ranks import start_ranks
+
+    cases, left_out = without_inductor(*choose(arguments, base, processes), find_missing_toolchain())
+    table = Table(len(cases), processes)
+    table.print_start(cases, left_out)
+    code = 0
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        rows = Path(folder, "rows")
+        for batch in batches_of(cases):
+            rows.write_bytes(b"")
+            code = max(code, start_ranks(processes, device, be_rank_of_batch, batch, base, device, table, rows))
+            table.take(read_rows(rows), batch)
+    table.print_end()
+    table.write(arguments.markdown, left_out, device)
+    return code if code == 0 else EXIT_FAILED
+
+
+def batches_of(cases: list[Case]) -> list[list[Case]]:
+    """Cut between cases of different meshes: those of one compare their bits."""
+    batches: list[list[Case]] = []
+    for case in cases:
+        if batches and (len(batches[-1]) < CASES_IN_BATCH or batches[-1][-1].mesh == case.mesh):
+            batches[-1].append(case)
+        else:
+            batches.append([case])
+    return batches
+
+
+def be_rank_of_batch(cases: list[Case], base: Config, device: str, table: Table, rows: Path) -> int:
+    """Check the cases and leave their rows in a file. Every rank returns the same exit code."""
+    with joined(device) as place:
+        failed = check(cases, base, place, table, rows)
+    return EXIT_FAILED if failed else 0
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read what a rank of this very command has written."""
+    rows = []
+    with path.open("rb") as file:
+        while file.peek(1):
+            rows.append(pickle.load(file))
+    return rows
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Place]:
+    """Be one rank among the others."""
     from dataclasses import replace
 
     import torch
 
     from trainer.distributed import find_place, process_group
-    from trainer.parity.choose import choose_full, choose_quick, list_meshes
-    from trainer.parity.verify import WAIT_SECONDS, verify
+    from trainer.parity.verify import WAIT_SECONDS
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic matmuls are refused
     place = find_place()
     if device == "cpu":
         place = replace(place, device=torch.device("cpu"))
-    choose = choose_full if arguments.full else choose_quick
-    cases = choose(base, place.world_size, is_tiny=arguments.config is None)
-    left_out = list_meshes(base, place.world_size)[1]
-    failed = False
     with process_group(place, WAIT_SECONDS):
-        cases, left_out = leave_out_inductor(cases, left_out)
-        table = Table(len(cases), place.world_size) if place.rank == 0 else None
-        if table:
-            table.print_start(cases, left_out)
-        for row in verify(cases, base, place):
-            failed = failed or bool(row.failures)
-            if table:
-                table.print_row(row)
-        if table:  # before the ranks part, as the first one to leave with a failure ends all
-            table.print_end()
-            if arguments.markdown:
-                arguments.markdown.write_text(table.to_markdown(left_out, place), encoding="utf-8")
-    return EXIT_FAILED if failed else 0
+        yield place
 
 
-def leave_out_inductor(cases: list[Case], left_out: list[str]) -> tuple[list[Case], list[str]]:
-    """Leave cases out that need a compiler which some rank's machine lacks. Collective over all ranks."""
-    from trainer.distributed import gather_objects, host_group
-    from trainer.parallel.toolchain import find_missing_toolchain
-    from trainer.parity.verify import WAIT_SECONDS
+def check(cases: list[Case], base: Config, place: Place, table: Table, rows: Path | None = None) -> bool:
+    """Collective over all ranks. Check the cases, rank 0 printing their rows; return whether one fails."""
+    from trainer.parity.verify import verify
 
-    missing = next(filter(None, gather_objects(find_missing_toolchain(), host_group(WAIT_SECONDS))), None)
-    if missing is None:
-        return cases, left_out
-    return [case for case in cases if case.backend != "inductor"], [*left_out, f"inductor: {missing}"]
+    failed = False
+    for row in verify(cases, base, place):
+        failed = failed or bool(row.failures)
+        if place.rank == 0:
+            table.print_row(row)
+            if rows:
+                with rows.open("ab") as file:
+                    pickle.dump(row, file)
+    return failed
 
 
 class Table:
@@ -155,6 +230,15 @@ class Table:
         for failure in row.failures:
             print(f"{'':9}  {failure}", flush=True)
 
+    def take(self, rows: list[Row], batch: list[Case]) -> None:
+        """Add the rows of a batch, which its rank has printed. The case after the last one is what it died of."""
+        from trainer.parity.verify import died
+
+        self._rows += rows
+        if len(rows) < len(batch):
+            self.print_row(died(batch[len(rows)]))
+            print(f"{'':9}  the {len(batch) - len(rows) - 1} cases after it in its batch were not checked", flush=True)
+
     def print_end(self) -> None:
         print(f"\n{self._summary()}", flush=True)
 
@@ -163,14 +247,15 @@ class Table:
         verdict = f"{failed} FAILED" if failed else "all PASS"
         return f"{len(self._rows)} cases: {verdict}, {(time.monotonic() - self._start) / 60:.1f} minutes"
 
-    def to_markdown(self, left_out: list[str], place: Place) -> str:
-        """Return the table with what it takes to repeat it."""
-        return "\n".join(self._to_markdown(left_out, place)) + "\n"
+    def write(self, path: Path | None, left_out: list[str], device: str) -> None:
+        """Write the table with what it takes to repeat it, if there is a path."""
+        if path:
+            path.write_text("\n".join(self._to_markdown(left_out, device)) + "\n", encoding="utf-8")
 
-    def _to_markdown(self, left_out: list[str], place: Place) -> Iterator[str]:
+    def _to_markdown(self, left_out: list[str], device: str) -> Iterator[str]:
         import torch
 
-        device = torch.cuda.get_device_name() if place.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+        device = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores"
         yield f"# Parity: {self._summary()}\n"
         yield f"    python {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}\n"
         yield f"- {time.strftime('%Y-%m-%d')}, {self._processes} processes on {platform.machine()}, {device}"

@@ -61,6 +61,11 @@ class Row:
     seconds: float
 
 
+def died(case: Case) -> Row:
+    """Return the row of a case that the ranks didn't survive."""
+    return Row(case, Distance(math.inf, math.inf, math.inf), ("a rank died",), 0.0)
+
+
 class Verification:
     """What is kept from case to case: meshes, trainings of one process, the bits seen, and the newest model."""
 
