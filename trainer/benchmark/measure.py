@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.benchmark.variants import Setup, Variant, build_variant
@@ -136,7 +137,8 @@ def measure_memory(
     """
     torch._dynamo.reset()  # it refuses to compile the same function for many models
     device = torch.device("cpu")
-    with fake_process_group(world_size):
+    # A cached graph names the process groups it was compiled for, which are gone; compiled kernels are still reused.
+    with fake_process_group(world_size), inductor_config.patch(force_disable_caches=True):
         setup = Setup(config, build_mesh_of(config, device, world_size), device, hardware)
         return {name: _measure_peak(build_variant(name, setup), setup) for name in variants}
 
