@@ -119,7 +119,10 @@ def find_parameter_values(gm: GraphModule) -> list[Node]:
 
 
 def merge_repeated(gm: GraphModule) -> None:
-    """Let equal functions of one parameter be computed once: a tied embedding is gathered for both its uses."""
+    """Let equal functions of one parameter be computed once: a tied embedding is gathered for both its uses.
+
+    Changes the graph of `gm`, as the passes below do; to run it, recompile it.
+    """
     first: dict[str, Node] = {}
     for node in find_parameter_values(gm):
         key = repr((node.target, node.args, node.kwargs))
@@ -128,7 +131,6 @@ def merge_repeated(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
         else:
             first[key] = node
-    gm.recompile()
 
 
 def sum_shards_first(gm: GraphModule) -> None:
@@ -154,7 +156,6 @@ def sum_shards_first(gm: GraphModule) -> None:
         wait.replace_all_uses_with(all_reduce.args[0])
         gm.graph.erase_node(wait)
         gm.graph.erase_node(all_reduce)
-    gm.recompile()
 
 
 def _only_scatter_after(node: Node) -> Node | None:

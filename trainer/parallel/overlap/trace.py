@@ -6,7 +6,9 @@ run's `Partition`. Only what would run the graphs is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,12 +64,22 @@ def trace(
         return sum_token_losses(model(tokens_BT), labels_BT)
 
     torch._dynamo.reset()
-    with mode:
+    with mode, _without_garbage_collection():
         tokens_BT = torch.zeros(rows, seq_len, dtype=torch.int64)
         torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)(tokens_BT, tokens_BT)
     forward, backward = graphs
     shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     return Traced(forward, backward, sum(shard.numel() * shard.itemsize for shard in shards))
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A graph of tens of thousands of nodes is walked at each collection, and nothing in it is garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _fake(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
