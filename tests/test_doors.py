@@ -116,7 +116,7 @@ def test_a_dry_run_builds_every_shipped_config(config: str, ranks: int, capsys: 
     assert (code, err) == (0, "")
     assert f"= {ranks} ranks" in out
     assert "tokens per step" in out
-    assert "GiB per device (parameters" in out
+    assert "iB per device (parameters" in out
     assert "layers.0.attention.wq.weight" in out
     assert "Shard(dim=0)" in out
 
