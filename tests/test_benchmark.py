@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
+import signal
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +29,7 @@ from trainer.models.llama.config import count_parameters
 from trainer.models.registry import build_shape
 from trainer.parallel.overlap.hardware import HARDWARE, Hardware
 from trainer.parts import build_mesh_of
+from trainer.ranks import start_ranks
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
 TINY = [
@@ -177,6 +180,16 @@ def test_peaks_hold_at_least_weights_moments_and_gradients() -> None:
 def test_what_cannot_be_compared_is_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert runpy.run_path(str(SCRIPT))["main"]([*argv, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
+
+
+def end_by_signal() -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def test_a_rank_that_dies_is_named_and_makes_the_command_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start_ranks(1, "cpu", end_by_signal) == 128 + signal.SIGKILL
+    assert "Rank 0 was ended by SIGKILL" in capsys.readouterr().err
 
 
 def test_a_benchmark_of_wrong_numbers_fails(

@@ -52,7 +52,10 @@ def start_ranks(ranks: int, device: str, run: Callable[..., int], *args: Any) ->
     try:
         mp.spawn(_be_rank, (ranks, store.port, device, run, args), nprocs=ranks)
     except mp.ProcessExitedException as error:
-        return error.exit_code
+        if error.exit_code >= 0:
+            return error.exit_code
+        print(f"Rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
+        return 128 - error.exit_code  # as a shell reports it
     return 0
 
 

@@ -10,7 +10,9 @@ import gc
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -134,8 +136,16 @@ def measure_memory(
     """Return the peak bytes of rank 0 of `world_size` ranks that aren't there, on the CPU, by variant.
 
     These are parameters, moments and what the variant keeps between steps, and the most that a step adds to them.
+    A new process measures, so that nothing of the timed variants is left in it.
     """
-    torch._dynamo.reset()  # it refuses to compile the same function for many models
+    threads = torch.get_num_threads()
+    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,)) as process:
+        return process.submit(_measure_peaks, config, variants, world_size, hardware).result()
+
+
+def _measure_peaks(
+    config: Config, variants: Sequence[str], world_size: int, hardware: Hardware | None
+) -> dict[str, int]:
     device = torch.device("cpu")
     # A cached graph names the process groups it was compiled for, which are gone; compiled kernels are still reused.
     with fake_process_group(world_size), inductor_config.patch(force_disable_caches=True):
