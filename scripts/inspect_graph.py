@@ -85,6 +85,7 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
             seq_len=training.seq_len,
             partition=build_partition(config),
             backend=backend,
+            loss_inside="loss" in config.compile.components,
         )
         step = Step(
             tokens=training.local_batch_size * training.seq_len,
@@ -188,6 +189,7 @@ def print_published(hardware: Any) -> None:
                 *("--config", f"llama3_{row['model'].lower()}.toml"),
                 *("--training.seq_len", str(row["seq_len"]), "--training.local_batch_size", str(row["local_batch"])),
                 *("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+                *("--compile.components", "model"),  # see docs/inspect_graph.md
             ]
         ).config
         block = inspect(config, row["gpus"], hardware)[0][1]

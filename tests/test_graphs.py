@@ -58,8 +58,9 @@ def trace(
     regather: bool = True,
     recompute: tuple[str, str] = ("none", ""),
     precision: Precision = Precision(BF16, FP32),  # noqa: B008 - immutable
+    vocab_size: int = SHAPE.vocab_size,
 ) -> Traced:
-    shape = dataclasses.replace(SHAPE, tie_embeddings=tied)
+    shape = dataclasses.replace(SHAPE, tie_embeddings=tied, vocab_size=vocab_size)
     torch._dynamo.reset()
     with fake_process_group(replicate * shard * tp):
         mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard, tp=tp)
@@ -71,7 +72,7 @@ def trace(
         recorder = Recorder(axes)
         sum_losses = build_sum_losses(
             model,
-            build_loss(sum_token_losses, mesh, vocab_size=257, uncounted=UNCOUNTED, loss_parallel=True),
+            build_loss(sum_token_losses, mesh, vocab_size=vocab_size, uncounted=UNCOUNTED, loss_parallel=True),
             enable=True,
             backend="aot_eager",
             loss_inside=True,
@@ -133,8 +134,9 @@ def test_replicas_sum_gradients_with_one_all_reduce_each() -> None:
     assert traced.count("backward", "dp_replicate") == {("all_reduce", FP32): PARAMETERS}
 
 
-def test_hybrid_sharding_sums_over_replicas_what_the_scatter_leaves() -> None:
-    traced = trace(replicate=2, shard=4)
+@pytest.mark.parametrize("vocab_size", [257, 3], ids=["uneven", "fewer rows than ranks"])
+def test_hybrid_sharding_sums_over_replicas_what_the_scatter_leaves(vocab_size: int) -> None:
+    traced = trace(replicate=2, shard=4, vocab_size=vocab_size)
     assert traced.count("backward", "dp_shard")["reduce_scatter", FP32] == PARAMETERS
     assert traced.count("backward", "dp_replicate") == {("all_reduce", FP32): PARAMETERS}
     scattered = sorted(c.bytes_out for c in traced.backward if c.kind == "reduce_scatter")

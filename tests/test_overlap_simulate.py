@@ -20,6 +20,7 @@ from trainer.parallel.overlap.auto import World, copy_graph, judge, plan_automat
 from trainer.parallel.overlap.cost import Priced, Ring, collective_seconds, price, rings_of
 from trainer.parallel.overlap.find import find_collectives
 from trainer.parallel.overlap.floor import exposed_floor
+from trainer.parallel.overlap.forecast import judge_loss
 from trainer.parallel.overlap.hardware import HARDWARE, Hardware
 from trainer.parallel.overlap.plan import plan_by_block
 from trainer.parallel.overlap.simulate import simulate
@@ -172,6 +173,7 @@ def traced_of(case: Case, shard: int) -> tuple[Traced, World]:
         seq_len=case.seq_len,
         partition=Partition(case.regather, case.memory_budget),
         backend=case.backend,
+        loss_inside=case.loss_inside,
     )
     world = World(mesh.axis_of_group(), rings_of(mesh), HARDWARE["CPU"], fuse=case.backend == "inductor")
     return traced, world
@@ -179,22 +181,25 @@ def traced_of(case: Case, shard: int) -> tuple[Traced, World]:
 
 def simulated_peak(case: Case, shard: int) -> int:
     traced, world = traced_of(case, shard)
-    return max(simulate(world.price(gm)).peak_bytes for gm in (traced.forward, traced.backward))
+    forward, backward = (simulate(world.price(gm)) for gm in (traced.forward, traced.backward))
+    loss = judge_loss(traced, world)
+    return max(forward.peak_bytes, backward.peak_bytes, loss.peak_bytes(forward.left_bytes) if loss else 0)
 
 
+LOGITS = dataclasses.replace(ACTIVATIONS, n_layers=2, vocab_size=5000)
 CASES = {
     "activations": Case(ACTIVATIONS, rows=2, seq_len=128),
     "recomputed": Case(ACTIVATIONS, rows=2, seq_len=128, recompute="full"),
     "weights": Case(WEIGHTS, rows=1, seq_len=8),
     "kept weights": Case(WEIGHTS, rows=1, seq_len=8, regather=False),
+    "loss outside": Case(LOGITS, rows=2, seq_len=128, loss_inside=False),
 }
 
-
-FAST = "activations"  # the others take as long again, each
+FAST = ("activations", "loss outside")  # the others take as long again, each
 
 
 @pytest.mark.parametrize(
-    "name", [FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != FAST)]
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)]
 )
 def test_simulated_memory_is_what_a_step_allocates(name: str) -> None:
     with fake_process_group(2):

@@ -38,6 +38,7 @@ class Case:
     option: str = ""
     memory_budget: float = 1.0
     backend: str = "aot_eager"
+    loss_inside: bool = True
 
 
 def peak_bytes(case: Case, shard: int) -> int:
@@ -53,7 +54,7 @@ def peak_bytes(case: Case, shard: int) -> int:
         sum_token_losses,
         enable=case.backend != "eager",
         backend=case.backend,
-        loss_inside=True,
+        loss_inside=case.loss_inside,
         partition=Partition(case.regather, case.memory_budget),
         report=GraphReport(mesh.axis_of_group()),
     )

@@ -24,6 +24,7 @@ KEEP_ORDER = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
+    "allow_buffer_reuse": False,
 }
 
 

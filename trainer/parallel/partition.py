@@ -33,6 +33,7 @@ LAYOUT_CHANGES = {
     torch.ops.aten.cat.default,
     torch.ops.aten.clone.default,
     torch.ops.aten.constant_pad_nd.default,
+    torch.ops.aten.new_zeros.default,  # the part of a rank that has none
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.split.Tensor,
     torch.ops.aten.split_with_sizes.default,

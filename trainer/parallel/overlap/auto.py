@@ -25,6 +25,8 @@ from trainer.parallel.overlap.simulate import Simulation, simulate
 # What part of the computation before it a bucket may fill: all, as in the paper, or less, where estimates of what is
 # left over are too high.
 TIGHTNESS = (1.0, 0.5)
+# What is this much slower than the fastest is as fast, as far as estimates tell, and the smaller is better.
+NO_SLOWER = 1.01
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _grouping(buckets: Sequence[Bucket]) -> list[tuple[int, list[Node]]]:
 
 
 def _preference(candidates: Sequence[Candidate], limit_bytes: float) -> Callable[[Candidate], tuple[float, ...]]:
-    """Prefer what fits; then what exposes no more than the plans by block and without buckets; then the fastest."""
+    """Prefer what fits; what exposes no more than the plans by block and without buckets; the fast; the small."""
 
     def excess(candidate: Candidate) -> float:
         return max(0.0, candidate.simulation.peak_bytes - limit_bytes)
@@ -86,7 +88,15 @@ def _preference(candidates: Sequence[Candidate], limit_bytes: float) -> Callable
     simple = [c for c in candidates if c.name in ("none", "block")]
     fitting = [c for c in simple if not excess(c)] or simple
     most = min(c.exposed_seconds for c in fitting)
-    return lambda c: (excess(c), c.exposed_seconds > most, c.simulation.seconds)
+    allowed = [c for c in candidates if not excess(c) and c.exposed_seconds <= most] or candidates
+    fast = NO_SLOWER * min(c.simulation.seconds for c in allowed)
+    return lambda c: (
+        excess(c),
+        c.exposed_seconds > most,
+        c.simulation.seconds > fast,
+        c.simulation.peak_bytes,
+        c.simulation.seconds,
+    )
 
 
 def judge(gm: GraphModule, world: World, name: str, buckets: list[Bucket], *, overlap: bool = True) -> Candidate:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.parallel.overlap.auto import Candidate, World, judge, plan_automatically
+from trainer.parallel.overlap.find import is_parameter
 from trainer.parallel.overlap.floor import exposed_floor
 from trainer.parallel.overlap.plan import plan_by_block
+from trainer.parallel.overlap.storage import bytes_of, tensors_of
 from trainer.parallel.overlap.trace import Traced
 
 PLANS = ("none", "block", "auto")
@@ -28,6 +30,25 @@ class Step:
 
 
 @dataclass(frozen=True)
+class LossOutside:
+    """A loss that is no part of the model's graphs, each of its operations a kernel."""
+
+    forward: Candidate
+    backward: Candidate
+    logits_bytes: int
+    keeps_logits: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.simulation.seconds + self.backward.simulation.seconds
+
+    def peak_bytes(self, kept: int) -> int:
+        """Return the most that is live in the loss, where the model's forward has left `kept` bytes with the logits."""
+        before = kept if self.keeps_logits else kept - self.logits_bytes
+        return max(kept + self.forward.simulation.peak_bytes, before + self.backward.simulation.peak_bytes)
+
+
+@dataclass(frozen=True)
 class Forecast:
     """One plan's step."""
 
@@ -36,6 +57,7 @@ class Forecast:
     forward: Candidate
     backward: Candidate
     update_seconds: float
+    loss: LossOutside | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -46,11 +68,14 @@ class Forecast:
     @property
     def seconds(self) -> float:
         both = self.forward.simulation.seconds + self.backward.simulation.seconds
-        return both * self.step.microbatches + self.update_seconds
+        loss = self.loss.seconds if self.loss else 0.0
+        return (both + loss) * self.step.microbatches + self.update_seconds
 
     @property
     def peak_bytes(self) -> int:
-        return self.state_bytes + max(self.forward.simulation.peak_bytes, self.backward.simulation.peak_bytes)
+        forward, backward = self.forward.simulation, self.backward.simulation
+        loss = self.loss.peak_bytes(forward.left_bytes) if self.loss else 0
+        return self.state_bytes + max(forward.peak_bytes, loss, backward.peak_bytes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,7 +96,18 @@ def forecast(traced: Traced, world: World, step: Step, *, blocks: str, limit_byt
         candidates["block"].append(judge(gm, world, "block", plan_by_block(collectives, blocks)))
         candidates["auto"].append(plan_automatically(gm, world, blocks=blocks, limit_bytes=left)[0])
     update = PASSES_OF_UPDATE * step.parameter_bytes / world.hardware.bytes_per_second()
-    return [Forecast(plan, step, forward, backward, update) for plan, (forward, backward) in candidates.items()]
+    loss = judge_loss(traced, world)
+    return [Forecast(plan, step, forward, backward, update, loss) for plan, (forward, backward) in candidates.items()]
+
+
+def judge_loss(traced: Traced, world: World) -> LossOutside | None:
+    """Simulate a loss that has graphs of its own; None where it is in the model's."""
+    if traced.loss is None:
+        return None
+    forward, backward = (judge(gm, replace(world, fuse=False), "none", []) for gm in traced.loss)
+    (logits,) = tensors_of(next(iter(traced.loss[0].graph.nodes)))
+    kept = [node for node in traced.loss[1].graph.find_nodes(op="placeholder") if is_parameter(node)]
+    return LossOutside(forward, backward, bytes_of(logits), keeps_logits=bool(kept))
 
 
 def floors(traced: Traced, world: World) -> dict[str, float]:

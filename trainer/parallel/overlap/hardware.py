@@ -76,7 +76,7 @@ CAP_500_OF_700 = (500 / 700) ** (1 / 3)
 
 # Within a step kernels don't reach what they reach alone: shapes are not the best ones, the device is hot, collectives
 # take part of it, and fusion is not as complete as the model has it. Fitted once, to the tokens/s of row T1b of
-# docs/published_runs.toml, and used for every GPU; with 1 the model says a third more for that row.
+# docs/published_runs.toml with the loss compiled, and used for every GPU; with 1 the model says a third more.
 IN_A_STEP = 0.77
 
 # Matmuls: "maximum achievable matmul FLOPS", bfloat16, of S. Bekman's Machine Learning Engineering (2025, chapter

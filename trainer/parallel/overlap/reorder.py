@@ -2,8 +2,9 @@
 
 Computation keeps its order. A weight's gather, and what leads from it to its first use, is put where it is needed: the
 wait before that use, the start before the stage before is waited for, so that it travels while that stage computes. A
-gradient's sum starts when its last part is there and is waited for when the next stage's sum has started.
-Memory is bounded by that: two stages of weights and two of gradients are on their way or in use.
+gradient's sum starts when its last part is there, and is waited for as late as memory allows: before another stage's
+gradients are joined that would, together with what is on its way, hold more than the largest stage does by itself.
+Memory is bounded by that: two stages of weights, and the largest of gradients, are on their way or in use.
 A start stands right after a kernel that nothing fuses with: a compiler that fuses what is around a wait can then not
 carry the wait ahead of the start.
 """
@@ -39,6 +40,36 @@ def reorder(gm: GraphModule, staged: Sequence[Staged], *, overlap: bool) -> None
         output.prepend(node)
 
 
+class _OnTheirWay:
+    """Sums of one level that have started and aren't waited for, the oldest first, and what each stage's hold."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, int] = {}
+        self.started: dict[int, list[Staged]] = {}
+
+    def count(self, item: Staged) -> None:
+        """Learn of a sum that will be."""
+        self.bytes[item.stage] = self.bytes.get(item.stage, 0) + item.collective.bytes_in
+
+    def add(self, item: Staged) -> None:
+        self.started.setdefault(item.stage, []).append(item)
+
+    def too_many_with(self, stage: int) -> list[Staged]:
+        """Remove and return what is to be waited for, that `stage` and the rest hold no more than the largest stage."""
+        gone: list[Staged] = []
+        others = [other for other in self.started if other != stage]
+        held = sum(self.bytes[other] for other in others) + self.bytes[stage]
+        for other in others:
+            if held > max(self.bytes.values()):
+                held -= self.bytes[other]
+                gone += self.started.pop(other)
+        return gone
+
+    def all(self) -> list[Staged]:
+        """Remove and return all."""
+        return [item for stage in list(self.started) for item in self.started.pop(stage)]
+
+
 class _Order:
     """The new order while it grows."""
 
@@ -56,7 +87,9 @@ class _Order:
         self.following = _find_following([item.collective.wait for item in sums])
         self.sum_stage = {item.collective.start: item for item in sums}
         self.held = {item.collective.wait for item in sums}
-        self.unwaited: dict[int, list[Staged]] = {}
+        self.on_their_way = {item.collective.sums_before: _OnTheirWay() for item in sums}
+        for item in sums:
+            self.on_their_way[item.collective.sums_before].count(item)
         self.starts_after: dict[Node | None, int] = {None: 1}  # how many stages of gathers have started after a node
         self.gathers = self._in_order_of_use(gathers)
         self.started = 0
@@ -69,8 +102,8 @@ class _Order:
         for node in self.graph.nodes:
             if node.op != "output" and node not in self.on_demand and node not in self.following:
                 self._demand(node)
-        while self.unwaited:
-            self._wait_for_sums(min(self.unwaited))
+        for level in sorted(self.on_their_way):
+            self._wait_for(self.on_their_way[level].all())
         for node in self.graph.nodes:
             if node.op != "output":
                 self._demand(node)
@@ -78,6 +111,8 @@ class _Order:
 
     def _demand(self, node: Node) -> None:
         """Place `node` after all that it reads."""
+        if node in self.sum_stage and node not in self.placed:
+            self._make_room(self.sum_stage[node])
         ahead = [node]
         while ahead:
             current = ahead[-1]
@@ -96,7 +131,7 @@ class _Order:
             self._sum_started(self.sum_stage[node])
         for user in node.users:
             if user in self.following and user not in self.held and self._is_ready(user):
-                self._place(user)
+                self._demand(user)
 
     def _is_ready(self, node: Node) -> bool:
         return node not in self.placed and all(parent in self.placed for parent in node.all_input_nodes)
@@ -108,23 +143,19 @@ class _Order:
             for item in self.gathers[self.started - 1]:
                 self._demand(item.collective.start)
 
+    def _make_room(self, item: Staged) -> None:
+        self._wait_for(self.on_their_way[item.collective.sums_before].too_many_with(item.stage))
+
     def _sum_started(self, item: Staged) -> None:
-        """Wait for the sums of the stages before, which had this stage's computation to finish in."""
-        level = item.collective.sums_before
-        if not self.overlap or any(other.stage != item.stage for other in self.unwaited.get(level, [])):
-            self._wait_for_sums(level)
         if self.overlap:
-            self.unwaited.setdefault(level, []).append(item)
+            self.on_their_way[item.collective.sums_before].add(item)
         else:
-            self._wait_for(item)
+            self._wait_for([item])
 
-    def _wait_for_sums(self, level: int) -> None:
-        for item in self.unwaited.pop(level, []):
-            self._wait_for(item)
-
-    def _wait_for(self, item: Staged) -> None:
-        if item.collective.wait not in self.placed:
-            self._place(item.collective.wait)
+    def _wait_for(self, items: Sequence[Staged]) -> None:
+        for item in items:
+            if item.collective.wait not in self.placed:
+                self._place(item.collective.wait)
 
     def _in_order_of_use(self, gathers: Sequence[Staged]) -> list[list[Staged]]:
         """Return the gathers by stage, stages in the order in which computation first reads from them."""

@@ -49,6 +49,11 @@ class Simulation:
     def peak_bytes(self) -> int:
         return sum(self.peak.values())
 
+    @property
+    def left_bytes(self) -> int:
+        """What is live at the end: the graph's outputs."""
+        return sum(self.live[-1][1].values()) if self.live else 0
+
     def exposed_seconds(self, priced: Priced, *, data: bool) -> float:
         """Return the exposed seconds of the data axes' collectives, or of all the others."""
         held = ((priced.collectives[start].axis, seconds) for start, seconds in self.exposed.items())

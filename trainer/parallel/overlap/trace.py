@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import default_partition, make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,11 +28,12 @@ from trainer.parallel.partition import Partition
 
 @dataclass(frozen=True)
 class Traced:
-    """The two graphs of a step, and the bytes of one rank's share of the parameters."""
+    """The two graphs of a step, the bytes of one rank's share of the parameters, and the loss where it is outside."""
 
     forward: GraphModule
     backward: GraphModule
     parameter_bytes: int
+    loss: tuple[GraphModule, GraphModule] | None = None  # forward and backward, which run without a compiler
 
 
 def trace(
@@ -43,22 +44,24 @@ def trace(
     seq_len: int,
     partition: Partition,
     backend: str,
+    loss_inside: bool = True,
 ) -> Traced:
     """Trace the step of a parallelized model on the meta device, over a fake process group. Changes `model`.
 
     The graphs are as the cut leaves them; how collectives are bucketed and ordered is left to the caller.
-    `backend` decides which operations the graph is made of, as it does in training.
+    `backend` decides which operations the graph is made of, as it does in training. Without `loss_inside` the loss has
+    graphs of its own.
     """
     mode = FakeTensorMode()
     replace_parameters(model, lambda _, parameter: _fake(parameter, mode))
     graphs: list[GraphModule] = []
-    recorder = replace(partition, overlap=PLAIN, record=lambda made, _: graphs.extend(made.values()))
-    compiler = aot_autograd(
-        fw_compiler=_return_values,
-        partition_fn=recorder,
-        decompositions=_decompositions(backend),
-        keep_inference_input_mutations=True,
-    )
+    cut = replace(partition, overlap=PLAIN, record=lambda made, _: graphs.extend(made.values()))
+
+    def cut_nothing_twice(*arguments: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        """Keep for backward what was computed in forward, as without a compiler."""
+        parts = default_partition(*arguments, **options)
+        graphs.extend(parts)
+        return parts
 
     def sum_losses(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         return sum_token_losses(model(tokens_BT), labels_BT)
@@ -66,10 +69,28 @@ def trace(
     torch._dynamo.reset()
     with mode, _without_garbage_collection():
         tokens_BT = torch.zeros(rows, seq_len, dtype=torch.int64)
-        torch.compile(sum_losses, backend=compiler, fullgraph=True, dynamic=False)(tokens_BT, tokens_BT)
-    forward, backward = graphs
+        if loss_inside:
+            _capture(sum_losses, cut, backend)(tokens_BT, tokens_BT)
+        else:
+            made = _capture(model, cut, backend)(tokens_BT)  # of the capture's own fake mode
+            logits_BTV = torch.empty(made.shape, dtype=made.dtype, requires_grad=True)
+            _capture(sum_token_losses, cut_nothing_twice, "eager")(logits_BTV, tokens_BT)
+    forward, backward, *loss = graphs
     shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
-    return Traced(forward, backward, sum(shard.numel() * shard.itemsize for shard in shards))
+    parameter_bytes = sum(shard.numel() * shard.itemsize for shard in shards)
+    return Traced(forward, backward, parameter_bytes, (loss[0], loss[1]) if loss else None)
+
+
+def _capture(function: Callable[..., Tensor], cut: Callable[..., Any], backend: str) -> Callable[..., Tensor]:
+    """Return `function` as torch.compile captures it and `cut` divides its joint graph, with nothing that runs."""
+    compiler = aot_autograd(
+        fw_compiler=_return_values,
+        partition_fn=cut,
+        decompositions=_decompositions(backend),
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Tensor] = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
+    return compiled
 
 
 @contextlib.contextmanager
