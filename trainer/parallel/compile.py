@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from trainer.parallel.graph_report import Agree, GraphReport, agreed_before_first_use, key_of
@@ -58,8 +59,10 @@ def build_backend(
     keep_order = KEEP_ORDER if partition.overlap.reorder else {}
 
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
-        patches = {"custom_partitioner_fn": partition, **keep_order}
-        with report.kept_under(key_of(gm, inputs, partition.uuid())):
+        shards = tuple(tuple(x.to_local().shape) for x in inputs if isinstance(x, DTensor))
+        of_this_rank = replace(partition, shards=shards)
+        patches = {"custom_partitioner_fn": of_this_rank, **keep_order}
+        with report.kept_under(key_of(gm, inputs, of_this_rank.uuid())):
             compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return agreed_before_first_use(compiled, report.order, agree)
 

@@ -55,13 +55,16 @@ class Partition(CustomPartitionerFn):
 
     `memory_budget` is the part of activation memory, from 0 to 1, that the cut may use; below 1 the partitioner chooses
     what else to compute again, by a knapsack of run time against bytes. `overlap` says how collectives are bucketed and
-    ordered, `axes` which mesh axis a process group is.
+    ordered, `axes` which mesh axis a process group is. `shards` are the shapes of this rank's parts of the inputs: in
+    PyTorch's key for a compiled graph a DTensor counts as the whole, so that a rank whose parts are smaller would be
+    given the graph of another that shares its cache.
     """
 
     regather: bool
     memory_budget: float = 1.0
     overlap: Overlap = PLAIN
     axes: tuple[tuple[str, str], ...] = ()
+    shards: tuple[tuple[int, ...], ...] = ()
     record: Record | None = field(default=None, repr=False, compare=False)
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
