@@ -51,6 +51,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     much = parser.add_mutually_exclusive_group()
     much.add_argument("--quick", action="store_true", help="every mesh, and every choice once: minutes (default)")
     much.add_argument("--full", action="store_true", help="choices crossed: most of an hour on two cores")
+    parser.add_argument("--only", metavar="TEXT", help='cases with this in their name, as "FSDP 2 + TP 2, inductor"')
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
     return parser.parse_known_args(argv)
 
@@ -65,12 +66,13 @@ def main(argv: list[str]) -> int:
         device = choose_device(arguments.device)
         processes = count_ranks(arguments.processes, device, flag="--processes", on_cpu=CPU_PROCESSES)
         base = load_base(arguments.config, settings, processes)
+        chosen = choose(arguments, base, processes)
     except (ConfigError, Refused) as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
     if "RANK" in os.environ:
-        return be_rank_of_torchrun(arguments, base, device)
-    return start_batches(arguments, base, device, processes)
+        return be_rank_of_torchrun(arguments, base, device, *chosen)
+    return start_batches(arguments, base, device, processes, *chosen)
 
 
 def load_base(name: str | None, settings: list[str], processes: int) -> Config:
@@ -90,11 +92,17 @@ def load_base(name: str | None, settings: list[str], processes: int) -> Config:
 
 
 def choose(arguments: argparse.Namespace, base: Config, processes: int) -> tuple[list[Case], list[str]]:
-    """Return the cases, and why others are left out."""
+    """Return the cases, and why others are left out. Refused if there are none."""
     from trainer.parity.choose import choose_full, choose_quick, list_meshes
+    from trainer.ranks import Refused
 
     cases = (choose_full if arguments.full else choose_quick)(base, processes, is_tiny=arguments.config is None)
-    return cases, list_meshes(base, processes)[1]
+    if arguments.only is None:
+        return cases, list_meshes(base, processes)[1]
+    some = [case for case in cases if arguments.only in str(case)]
+    if not some:
+        raise Refused(f"--only {arguments.only!r}: none of {len(cases)} cases has that in its name, as {cases[-1]!s}")
+    return some, [f"--only {arguments.only!r}: all others"]
 
 
 def without_inductor(cases: list[Case], left_out: list[str], missing: str | None) -> tuple[list[Case], list[str]]:
@@ -104,7 +112,9 @@ def without_inductor(cases: list[Case], left_out: list[str], missing: str | None
     return [case for case in cases if case.backend != "inductor"], [*left_out, f"inductor: {missing}"]
 
 
-def be_rank_of_torchrun(arguments: argparse.Namespace, base: Config, device: str) -> int:
+def be_rank_of_torchrun(
+    arguments: argparse.Namespace, base: Config, device: str, cases: list[Case], left_out: list[str]
+) -> int:
     """Check all cases. Every rank returns the same exit code."""
     from trainer.distributed import gather_objects, host_group
     from trainer.parallel.toolchain import find_missing_toolchain
@@ -112,7 +122,6 @@ def be_rank_of_torchrun(arguments: argparse.Namespace, base: Config, device: str
 
     with joined(device) as place:
         missing = gather_objects(find_missing_toolchain(), host_group(WAIT_SECONDS))
-        cases, left_out = choose(arguments, base, place.world_size)
         cases, left_out = without_inductor(cases, left_out, next(filter(None, missing), None))
         table = Table(len(cases), place.world_size)
         if place.rank == 0:
@@ -124,12 +133,14 @@ def be_rank_of_torchrun(arguments: argparse.Namespace, base: Config, device: str
     return EXIT_FAILED if failed else 0
 
 
-def start_batches(arguments: argparse.Namespace, base: Config, device: str, processes: int) -> int:
+def start_batches(
+    arguments: argparse.Namespace, base: Config, device: str, processes: int, cases: list[Case], left_out: list[str]
+) -> int:
     """Check the cases in batches, each on ranks of its own, so that one which dies costs no other batch."""
     from trainer.parallel.toolchain import find_missing_toolchain
     from trainer.ranks import start_ranks
 
-    cases, left_out = without_inductor(*choose(arguments, base, processes), find_missing_toolchain())
+    cases, left_out = without_inductor(cases, left_out, find_missing_toolchain())
     table = Table(len(cases), processes)
     table.print_start(cases, left_out)
     code = 0

@@ -187,9 +187,15 @@ def end_by_signal() -> int:
     return 0
 
 
-def test_a_rank_that_dies_is_named_and_makes_the_command_fail(capsys: pytest.CaptureFixture[str]) -> None:
+def raise_error() -> int:
+    raise ValueError("what went wrong")
+
+
+def test_a_rank_that_dies_or_raises_is_told_of_and_makes_the_command_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert start_ranks(1, "cpu", end_by_signal) == 128 + signal.SIGKILL
     assert "Rank 0 was ended by SIGKILL" in capsys.readouterr().err
+    assert start_ranks(1, "cpu", raise_error) == 1
+    assert "what went wrong" in capsys.readouterr().err
 
 
 def test_a_benchmark_of_wrong_numbers_fails(

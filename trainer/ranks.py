@@ -14,6 +14,8 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore, is_nccl_available
 
+from trainer.door import EXIT_FAILED
+
 
 class Refused(ValueError):
     """Arguments that can't be followed."""
@@ -44,6 +46,8 @@ def count_ranks(wanted: int | None, device: str, *, flag: str, on_cpu: int) -> i
 def start_ranks(ranks: int, device: str, run: Callable[..., int], *args: Any) -> int:
     """Call `run(*args)` on every rank and return their exit code; under torchrun this process is a rank already.
 
+    Where a rank raises or dies, the others are ended, and what happened is printed.
+
     Ranks meet at a port that the system chooses. On CPUs each has one thread, as under torchrun.
     """
     if "RANK" in os.environ:
@@ -56,6 +60,9 @@ def start_ranks(ranks: int, device: str, run: Callable[..., int], *args: Any) ->
             return error.exit_code
         print(f"Rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
         return 128 - error.exit_code  # as a shell reports it
+    except mp.ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 
