@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state
+from trainer.checkpoint.saver import Saver
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
@@ -39,6 +41,7 @@ from trainer.parallel.parallelize import initialize
 from trainer.parallel.self_test import check_collectives
 from trainer.parallel.toolchain import choose_backend
 from trainer.parts import build_mesh_of, build_optimizer_of, build_sharded_model, build_sum_losses_of
+from trainer.resume import checkpoint_folder
 from trainer.schedule import Schedule, build_schedule_of
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ class Run:
     interrupt: Interrupt
     host_group: dist.ProcessGroup
     save_group: dist.ProcessGroup
+    saver: Saver
     state: TrainState
 
     def describe_state(self) -> dict[str, Any]:
@@ -148,6 +152,7 @@ def build_run(launch: Launch, place: Place) -> Run:
         interrupt=Interrupt(host),
         host_group=host,
         save_group=saving,
+        saver=_build_saver(config, saving),
         state=state,
     )
 
@@ -215,6 +220,16 @@ def _build_metrics(launch: Launch, place: Place, resume_step: int) -> Metrics:
         device=place.device,
         ranks=place.world_size,
         color=not config.metrics.disable_color_printing,
+    )
+
+
+def _build_saver(config: Config, group: dist.ProcessGroup) -> Saver:
+    folder, settings = checkpoint_folder(config), config.checkpoint
+    return Saver(
+        folder,
+        mode=settings.async_mode,
+        retire=lambda: remove_old(folder, settings.keep_latest_k),
+        process_group=group,
     )
 
 

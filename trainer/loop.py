@@ -17,9 +17,7 @@ from enum import Enum
 from pathlib import Path
 
 from trainer.build import Run, checkpoint_tensors, random_tensors
-from trainer.checkpoint.folder import remove_old
-from trainer.checkpoint.save import save_checkpoint
-from trainer.checkpoint.together import run_together
+from trainer.checkpoint.saver import Progress
 from trainer.config.text import to_toml
 from trainer.describe import describe_launch
 from trainer.distributed import gather_objects, set_timeout
@@ -28,7 +26,6 @@ from trainer.generate import before_stop, generate
 from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.next_logits import build_next_logits
-from trainer.resume import checkpoint_folder
 from trainer.step import StepValues, train_step
 
 log = logging.getLogger(__name__)
@@ -92,14 +89,15 @@ class Loop:
 
     def _step(self) -> None:
         """Collective over all ranks. Do a step, and read the values of the one before while it runs."""
-        self.run.interrupt.ask()
+        self.run.interrupt.ask(self.run.saver.progress())
         latest = train_step(self.run)
         self._read()
         self._unread = latest
 
     def _between_steps(self) -> None:
-        """Collective over all ranks. Hear of signals, validate and save where due."""
+        """Collective over all ranks. Hear of signals and of the save in flight, validate and save where due."""
         self._interrupted = self.run.interrupt.agreed()
+        self._hear_of_save(*self.run.interrupt.largest)
         if self._is_validation_due() and not self._interrupted:
             self._validate()
         if self.run.state.step % self.run.config.checkpoint.interval == 0:
@@ -111,7 +109,8 @@ class Loop:
         if self._bad_step is not None:
             self._stop_at(self._bad_step)
             return Ending.NOT_FINITE
-        self._save_if_new()
+        self._save_if_new(in_step=True)
+        self.run.saver.finish()
         if self._interrupted:
             log.info(f"Stopped by a signal after step {self.run.state.step} of {self.run.config.training.steps}")
             return Ending.INTERRUPTED
@@ -186,46 +185,43 @@ class Loop:
         else:
             run.metrics.log_validation(run.state.step, result.loss, result.tokens, time.perf_counter() - start)
 
-    def _save_if_new(self) -> None:
+    def _save_if_new(self, *, in_step: bool = False) -> None:
         """Collective over all ranks. Save the current step, unless it is saved or turns out not to be finite."""
         self._read()
         if self._bad_step is None and self.run.state.step != self._saved_step:
-            self._save({})
+            self._save({}, in_step=in_step)
 
-    def _save(self, note: dict[str, int]) -> None:
+    def _save(self, note: dict[str, int], *, in_step: bool = False) -> None:
         """Collective over all ranks. Save a checkpoint of the current step; its state says `note` too."""
-        run, settings, step = self.run, self.run.config.checkpoint, self.run.state.step
-        if not settings.enable:
+        run, step = self.run, self.run.state.step
+        if not run.config.checkpoint.enable:
             return
-        folder = checkpoint_folder(run.config)
         with run.metrics.apart("checkpoint"):
-            path = save_checkpoint(
-                folder,
+            run.saver.save(
                 step,
                 tensors=checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank),
                 state=run.describe_state() | note,
                 attach=lambda path: run.launch.prepared.tokenizer.save(path / "tokenizer"),
-                process_group=run.save_group,
-            )
-            is_first = run.place.rank == 0
-            # The others wait here, under the patient limit of this group, not in a collective of the next step.
-            run_together(
-                "removing old checkpoints",
-                lambda: remove_old(folder, settings.keep_latest_k) if is_first else None,
-                run.save_group,
+                in_step=in_step,
             )
         self._saved_step = step
-        log.info(f"Saved {path}")
+
+    def _hear_of_save(self, progress: int) -> None:
+        """Collective over all ranks. Seal the save in flight, if `progress`, the largest of all ranks, says so."""
+        if progress in (Progress.WRITTEN, Progress.FAILED):
+            with self.run.metrics.apart("checkpoint"):
+                self.run.saver.hear(progress)
 
     def _stop_at(self, bad_step: int) -> None:
         """Collective over all ranks. Go back to the step before: no later update was applied to the weights."""
         run, state = self.run, self.run.state
         state.step = bad_step - 1
         state.non_finite.zero_()
+        run.saver.finish()
         saved = ""
         if run.config.checkpoint.enable and state.step > 0:
             # Also where this step was saved before anyone knew: its checkpoint is to name the bad step.
-            self._save({"bad_step": bad_step})
+            self._save({"bad_step": bad_step}, in_step=True)
             saved = ", and saved"
         if run.place.rank == 0:
             log.error(

@@ -211,6 +211,12 @@ class Checkpoint:
     enable: bool = machine(False, "Save checkpoints, and resume from the newest complete one.")
     folder: str = machine("checkpoint", "Folder below job.dump_folder.", unit="path")
     interval: int = machine(500, "Save every so many steps, and after the last.", unit="steps", minimum=1)
+    async_mode: str = machine(
+        "disabled",
+        "async: training goes on as soon as the state is copied to host memory, and the copy is written beside it. "
+        "async_with_pinned_mem: a GPU goes on computing during the copy, too.",
+        choices=("disabled", "async", "async_with_pinned_mem"),
+    )
     keep_latest_k: int = machine(10, "Complete checkpoints to keep; 0 keeps all.", unit="checkpoints", minimum=0)
     load_step: int = machine(-1, "Step to resume from; -1 is the newest complete one.", unit="step", minimum=-1)
     accept_changes: tuple[str, ...] = machine(

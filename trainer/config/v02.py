@@ -73,9 +73,6 @@ UNSUPPORTED = {
     "activation_checkpoint.visualize_memory_budget_pareto": Unsupported(
         (False,), "Memory against time is not drawn; try values of activation_checkpoint.memory_budget"
     ),
-    "checkpoint.async_mode": Unsupported(
-        ("disabled",), "Checkpoints are saved in step with training", "checkpoint.enable"
-    ),
     "checkpoint.create_seed_checkpoint": Unsupported(
         (False,), "It has no use: weights depend on debug.seed and not on the ranks", "checkpoint.enable"
     ),
