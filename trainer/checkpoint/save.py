@@ -105,9 +105,10 @@ class Save:
         `on_host` says that `find` returns host tensors, for which no thread needs to know a device.
         """
         path = partial_path(self.folder, self.step)
-        ahead = {"per_thread_copy_ahead": 0} if on_host else {}
         # DCP's own flush comes before the file's buffer is written out, so ours in `seal_file` is the one that counts.
-        writer = FileSystemWriter(path, sync_files=False, **ahead)
+        writer = FileSystemWriter(path, sync_files=False)
+        if on_host:
+            writer.per_thread_copy_ahead = 0
         results = writer.write_data(self.plan.own, _Source(find)).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         return Written(results, {name: seal_file(path / name) for name in names})
