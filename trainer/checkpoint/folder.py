@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint.manifest import find_fault
+from trainer.checkpoint.manifest import MANIFEST_NAME, find_fault
 from trainer.files import flush
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,16 @@ def find_checkpoint(folder: Path, load_step: int) -> Path | None:
             "To start from new weights, move these folders away or set checkpoint.folder to another one"
         )
     return None
+
+
+def resolve_step_folder(path: Path) -> Path:
+    """Return `path` if it is a step folder, or the newest complete one in it. ValueError if there is none."""
+    if path.name.startswith("step-") or (path / MANIFEST_NAME).exists():
+        return path
+    found = find_checkpoint(path, -1)
+    if found is None:
+        raise ValueError(f"{path}: no complete checkpoint there. Give a step-N folder, or the folder that holds them")
+    return found
 
 
 def start_partial(folder: Path, step: int) -> None:

@@ -54,6 +54,32 @@ def load_tensors(
     run_together(f"loading {path}", lambda: _read(path, metadata, wanted, is_first(process_group)), process_group)
 
 
+class OpenCheckpoint:
+    """Plain tensors of a verified checkpoint, read some at a time, on this rank alone."""
+
+    def __init__(self, path: Path, metadata: Metadata, keys: list[str]) -> None:
+        self._path, self._metadata = path, metadata
+        entries = metadata.state_dict_metadata
+        self.shapes: dict[str, torch.Size] = {key: entries[key].size for key in keys}
+
+    def read(self, keys: list[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors `keys`, in the dtypes they were saved in."""
+        entries: dict[str, Any] = self._metadata.state_dict_metadata
+        tensors = {key: torch.empty(self.shapes[key], dtype=entries[key].properties.dtype) for key in keys}
+        _read(self._path, self._metadata, tensors, first=True)
+        return tensors
+
+
+def open_checkpoint(
+    path: Path, wanted: Callable[[str], bool], process_group: dist.ProcessGroup | None
+) -> OpenCheckpoint:
+    """Collective over all ranks. Verify what holds the tensors whose key is `wanted`. Raises ValueError if damaged."""
+    manifest, metadata = run_together(f"loading {path}", lambda: _read_headers(path), process_group)
+    keys = [key for key in metadata.state_dict_metadata if wanted(key)]
+    _verify_files(path, manifest, files_of(metadata, keys), process_group)
+    return OpenCheckpoint(path, metadata, keys)
+
+
 def _read_headers(path: Path) -> tuple[Manifest, Metadata]:
     manifest = read_manifest(path)
     return manifest, read_metadata(path, manifest)

@@ -11,7 +11,7 @@ from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.state import read_state
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.dtypes import DTYPES
-from trainer.models.registry import FAMILIES
+from trainer.models.registry import FAMILIES, build_meta_model, shape_of_experiment
 from trainer.parallel.parameters import replace_parameters
 
 
@@ -21,11 +21,7 @@ def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Token
     Parameters are cast to the dtype that training computes in, so that the model gives the numbers it gave there.
     """
     experiment = read_state(path)["experiment"]
-    name, flavor, prefix = experiment["model.name"], experiment["model.flavor"], "model.args."
-    changes = {key.removeprefix(prefix): value for key, value in experiment.items() if key.startswith(prefix)}
-    family = FAMILIES[name]
-    with torch.device("meta"):
-        model = family.build_model(family.build_config(name, flavor, changes))
+    model = build_meta_model(FAMILIES[experiment["model.name"]], shape_of_experiment(experiment))
     model.to(DTYPES[experiment["training.dtype"]])
     replace_parameters(model, lambda _, p: nn.Parameter(torch.empty_like(p, device=device)))
     load_tensors(
