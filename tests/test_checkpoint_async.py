@@ -154,7 +154,7 @@ def test_a_stop_waits_for_the_save_in_flight(tmp_path: Path, bad_step: int, save
 
 
 def save_twice(rank: int, folder: Path) -> list[list[int]]:
-    saver = Saver(folder, mode=ASYNC, retire=lambda: None, process_group=dist.group.WORLD)
+    saver = Saver(folder, mode=ASYNC, retire=lambda _: None, process_group=dist.group.WORLD)
     weight = torch.ones(1000)
     addresses = []
     for step in (1, 2):

@@ -132,7 +132,7 @@ def test_an_export_is_rounded_once_to_its_dtype(tmp_path: Path, dtype: torch.dty
 MESHES = {"1": (1, 1, 1), "dp": (1, 2, 1), "tp": (1, 1, 2), "hsdp+tp": (2, 1, 2)}
 
 
-def load_on_mesh(rank: int, folder: Path, c: LlamaConfig, degrees: tuple[int, int, int], used: bool) -> dict[str, Any]:
+def load_on_mesh(rank: int, folder: Path, c: LlamaConfig, degrees: tuple[int, int, int]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from trainer.checkpoint import hf_load
@@ -154,9 +154,8 @@ def load_on_mesh(rank: int, folder: Path, c: LlamaConfig, degrees: tuple[int, in
         return tensor
 
     hf_load.HFFolder.read = count  # type: ignore[method-assign]
-    load_hf_parameters(
-        folder, dict(model.named_parameters()), to_hf_name, keep=lambda _: False, process_group=dist.group.WORLD
-    )
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    load_hf_parameters(folder, parameters, to_hf_name, process_group=dist.group.WORLD)
     own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     assert sum(elements) == own, "a rank reads its own parts alone"
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
@@ -168,7 +167,7 @@ def test_each_rank_of_any_mesh_reads_its_own_part(tmp_path: Path, mesh: str) -> 
     model = build_random(c)
     export_hf(save_model(tmp_path, model), tmp_path / "hf", dtype=torch.float32, shard_bytes=SMALL_SHARD)
     ranks = degrees[0] * degrees[1] * degrees[2]
-    for loaded in run_ranks(load_on_mesh, ranks, tmp_path / "hf", c, degrees, True):
+    for loaded in run_ranks(load_on_mesh, ranks, tmp_path / "hf", c, degrees):
         for name, p in model.named_parameters():
             assert torch.equal(loaded[name], p.detach()), name
 
@@ -196,9 +195,8 @@ def test_what_does_not_fit_or_is_not_safe_is_refused(tmp_path: Path) -> None:
 
     def load(c: LlamaConfig) -> None:
         other = Llama(c)
-        load_hf_parameters(
-            tmp_path / "hf", dict(other.named_parameters()), to_hf_name, keep=lambda _: False, process_group=None
-        )
+        parameters = {f"model.{name}": p for name, p in other.named_parameters()}
+        load_hf_parameters(tmp_path / "hf", parameters, to_hf_name, process_group=None)
 
     with pytest.raises(ValueError, match=r"not there: model\.layers\.2"):
         load(dataclasses.replace(TINY, n_layers=3))

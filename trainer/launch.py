@@ -61,7 +61,7 @@ def plan_launch(config: Config, place: Place, resume: Resume) -> Launch:
     if problems:
         raise ConfigError(problems)
     if place.rank == 0:  # all ranks find the same
-        warn_of_skipped(config)
+        warn_of_skipped(config, resume)
         warn_of_idle(launch.experiment, resume, accepted)
     return launch
 

@@ -16,16 +16,22 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
-from trainer.build import Run, checkpoint_tensors, random_tensors
+from torch import Tensor
+
+from trainer.build import Run, checkpoint_tensors, random_tensors, weight_tensors
+from trainer.checkpoint.folder import checkpoint_path
+from trainer.checkpoint.hf_export import export_hf
 from trainer.checkpoint.saver import Progress
 from trainer.config.text import to_toml
 from trainer.describe import describe_launch
 from trainer.distributed import gather_objects, set_timeout
+from trainer.dtypes import DTYPES
 from trainer.evaluate import evaluate
 from trainer.generate import before_stop, generate
 from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.next_logits import build_next_logits
+from trainer.resume import checkpoint_folder
 from trainer.step import StepValues, train_step
 
 log = logging.getLogger(__name__)
@@ -60,6 +66,7 @@ class Loop:
         self._bad_step: int | None = None
         self._interrupted = False
         self._saved_step = run.state.step  # nothing new to save yet
+        self._saved_at = time.monotonic()
 
     def go(self) -> Ending:
         """Collective over all ranks. Do all that a launch does."""
@@ -89,7 +96,7 @@ class Loop:
 
     def _step(self) -> None:
         """Collective over all ranks. Do a step, and read the values of the one before while it runs."""
-        self.run.interrupt.ask(self.run.saver.progress())
+        self.run.interrupt.ask(self.run.saver.progress(), self._is_save_overdue())
         latest = train_step(self.run)
         self._read()
         self._unread = latest
@@ -97,11 +104,19 @@ class Loop:
     def _between_steps(self) -> None:
         """Collective over all ranks. Hear of signals and of the save in flight, validate and save where due."""
         self._interrupted = self.run.interrupt.agreed()
-        self._hear_of_save(*self.run.interrupt.largest)
+        progress, overdue = self.run.interrupt.largest
+        self._hear_of_save(progress)
         if self._is_validation_due() and not self._interrupted:
             self._validate()
-        if self.run.state.step % self.run.config.checkpoint.interval == 0:
+        # The last save of a launch is made at its end, in step: there is nothing more to do beside it.
+        due = overdue or self.run.state.step % self.run.config.checkpoint.interval == 0
+        if due and self._goes_on():
             self._save_if_new()
+
+    def _is_save_overdue(self) -> bool:
+        """Tell whether this rank's clock asks for a save."""
+        minutes = self.run.config.checkpoint.interval_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _end(self) -> Ending:
         """Collective over all ranks. Save what is new, and say how it ended."""
@@ -109,8 +124,7 @@ class Loop:
         if self._bad_step is not None:
             self._stop_at(self._bad_step)
             return Ending.NOT_FINITE
-        self._save_if_new(in_step=True)
-        self.run.saver.finish()
+        self._save_at_end()
         if self._interrupted:
             log.info(f"Stopped by a signal after step {self.run.state.step} of {self.run.config.training.steps}")
             return Ending.INTERRUPTED
@@ -191,20 +205,53 @@ class Loop:
         if self._bad_step is None and self.run.state.step != self._saved_step:
             self._save({}, in_step=in_step)
 
-    def _save(self, note: dict[str, int], *, in_step: bool = False) -> None:
-        """Collective over all ranks. Save a checkpoint of the current step; its state says `note` too."""
+    def _save_at_end(self) -> None:
+        """Collective over all ranks. Save what is new; after the last step of all, in the form that was asked for."""
+        run, settings = self.run, self.run.config.checkpoint
+        is_whole = not self._interrupted and run.state.step == run.config.training.steps
+        if not is_whole or not settings.enable:
+            self._save_if_new(in_step=True)
+            run.saver.finish()
+            return
+        if settings.last_save_model_only and run.state.step != self._saved_step:
+            self._save({"weights_only": True}, tensors=weight_tensors(run.model, settings.export_dtype), in_step=True)
+        self._save_if_new(in_step=True)
+        run.saver.finish()
+        if settings.last_save_in_hf:
+            self._export()
+
+    def _export(self) -> None:
+        """Collective over all ranks. Write the weights of the step that is saved as a Hugging Face folder."""
+        run = self.run
+        saved = checkpoint_path(checkpoint_folder(run.config), run.state.step)
+        folder = saved.with_name(f"{saved.name}-hf")
+        if any(gather_objects(folder.exists(), run.save_group)):
+            log.info(f"{folder} is there already, and is left as it is")
+            return
+        dtype = DTYPES[run.config.checkpoint.export_dtype]
+        with run.metrics.apart("checkpoint"):
+            export_hf(saved, folder, dtype=dtype, process_group=run.save_group)
+        log.info(f"Saved {folder}, for Hugging Face")
+
+    def _save(self, note: dict[str, int], *, tensors: dict[str, Tensor] | None = None, in_step: bool = False) -> None:
+        """Collective over all ranks. Save a checkpoint of the current step; its state says `note` too.
+
+        All of the run's tensors, unless others are given.
+        """
         run, step = self.run, self.run.state.step
         if not run.config.checkpoint.enable:
             return
+        everything = checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank)
         with run.metrics.apart("checkpoint"):
             run.saver.save(
                 step,
-                tensors=checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank),
+                tensors=everything if tensors is None else tensors,
                 state=run.describe_state() | note,
                 attach=lambda path: run.launch.prepared.tokenizer.save(path / "tokenizer"),
                 in_step=in_step,
             )
         self._saved_step = step
+        self._saved_at = time.monotonic()
 
     def _hear_of_save(self, progress: int) -> None:
         """Collective over all ranks. Seal the save in flight, if `progress`, the largest of all ranks, says so."""

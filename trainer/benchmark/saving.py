@@ -120,7 +120,7 @@ class _Trainee:
         return time.perf_counter() - start
 
     def save_often(self, mode: str, saves: int, folder: Path, alone: float) -> list[Saved]:
-        saver = Saver(folder, mode=mode, retire=lambda: remove_old(folder, 1), process_group=self._group)
+        saver = Saver(folder, mode=mode, retire=lambda _: remove_old(folder, 1), process_group=self._group)
         return [self._save(saver, mode, number, alone) for number in range(1, saves + 1)]
 
     def _save(self, saver: Saver, mode: str, number: int, alone: float) -> Saved:

@@ -83,6 +83,22 @@ def find_checkpoint(folder: Path, load_step: int) -> Path | None:
     return None
 
 
+def find_before(folder: Path, path: Path) -> Path | None:
+    """Return the newest complete checkpoint older than `path`, or None."""
+    match = _OUR_NAME.fullmatch(path.name)
+    older = [step for step in list_checkpoints(folder).complete if match and step < int(match[1])]
+    return _complete_path(folder, older[-1]) if older else None
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, or something else of its name, out of the way. Its worth is not ours to judge."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        number += 1
+    path.rename(aside)
+    logger.warning("%s is not complete, or damaged: renamed to %s", path, aside.name)
+
+
 def resolve_step_folder(path: Path) -> Path:
     """Return `path` if it is a step folder, or the newest complete one in it. ValueError if there is none."""
     if path.name.startswith("step-") or (path / MANIFEST_NAME).exists():
@@ -115,7 +131,7 @@ def publish(folder: Path, step: int) -> Path:
                 _discard(replaced)
             path.rename(replaced)
         else:
-            _set_aside(path)
+            set_aside(path)
     partial_path(folder, step).rename(path)
     flush(folder)
     if replaced.exists():
@@ -123,11 +139,16 @@ def publish(folder: Path, step: int) -> Path:
     return path
 
 
-def remove_old(folder: Path, keep_latest_k: int) -> None:
-    """Remove all but the newest `keep_latest_k` complete checkpoints (0 keeps all), and what earlier removals left."""
+def remove_old(folder: Path, keep_latest_k: int, *, keep_every: int = 0, keep: int | None = None) -> None:
+    """Remove all but the newest `keep_latest_k` complete checkpoints (0 keeps all), and what earlier removals left.
+
+    Steps that are multiples of `keep_every` stay (0: none for that), and so does the step `keep`: one that was just
+    saved goes on from an older one than the newest, perhaps.
+    """
     assert keep_latest_k >= 0
     complete = list_checkpoints(folder).complete
-    superseded = complete[:-keep_latest_k] if keep_latest_k else []
+    candidates = complete[:-keep_latest_k] if keep_latest_k else []
+    superseded = [step for step in candidates if step != keep and not (keep_every and step % keep_every == 0)]
     for name, step, suffix in _our_names(folder):
         if _may_go(folder, step, suffix, superseded):
             try:
@@ -177,12 +198,3 @@ def _discard(path: Path) -> None:
         path.rename(rubbish)
         flush(path.parent)
     shutil.rmtree(rubbish)
-
-
-def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, or something else of its name, out of the way. Its worth is not ours to judge."""
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
-        number += 1
-    path.rename(aside)
-    logger.warning("%s is in the way of a new checkpoint and not complete: renamed to %s", path, aside.name)

@@ -118,8 +118,8 @@ def import_hf(
 ) -> Path:
     """Write the weights of a Hugging Face folder as the checkpoint of step 0 in `folder`, and return its path.
 
-    `name` is the family. The checkpoint holds weights alone, for `checkpoint.initial_load_path`. Raises ValueError for a
-    folder that is damaged or holds another kind of model.
+    `name` is the family. The checkpoint holds weights alone, for `checkpoint.initial_load_path`. Raises
+    ValueError for a folder that is damaged or holds another kind of model.
     """
     family = FAMILIES[name]
     config = read_hf_config(source)

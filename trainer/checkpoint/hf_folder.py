@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,7 +45,8 @@ class HFFolder:
                     file = opened.enter_context(safe_open(self.folder / name, framework="pt"))
                 except (SafetensorError, OSError) as error:
                     raise ValueError(f"{self.folder / name}: not a whole safetensors file: {error}") from error
-                self._slices |= {key: file.get_slice(key) for key in file.keys() if not key.endswith(_UNUSED)}
+                keys = file.keys()
+                self._slices |= {key: file.get_slice(key) for key in keys if not key.endswith(_UNUSED)}
             self._files = opened.pop_all()
         return self
 

@@ -15,10 +15,11 @@ from trainer.models.registry import FAMILIES, build_meta_model, shape_of_experim
 from trainer.parallel.parameters import replace_parameters
 
 
-def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
+def load_plain_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[nn.Module, Tokenizer]:
     """Return the model and tokenizer of the step folder `path`. ValueError if it is damaged or isn't a checkpoint.
 
-    Parameters are cast to the dtype that training computes in, so that the model gives the numbers it gave there.
+    Parameters are cast to `dtype`, or to the one that training computes in, so that the model gives the numbers it gave
+    there.
     """
     experiment = read_state(path)["experiment"]
     model = build_meta_model(FAMILIES[experiment["model.name"]], shape_of_experiment(experiment))
@@ -29,8 +30,9 @@ def load_plain_model(path: Path, device: torch.device) -> tuple[nn.Module, Token
         {f"model.{key}": p.detach() for key, p in model.named_parameters()},
         allow_missing=lambda key: False,
         allow_extra=lambda key: not key.startswith("model."),
+        cast=True,
         process_group=None,
     )
-    compute_dtype = DTYPES[experiment["training.mixed_precision_param"]]
+    compute_dtype = dtype or DTYPES[experiment["training.mixed_precision_param"]]
     replace_parameters(model, lambda _, p: nn.Parameter(p.detach().to(compute_dtype)))
     return model, load_tokenizer(str(path / "tokenizer"))

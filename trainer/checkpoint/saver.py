@@ -43,18 +43,19 @@ class _InFlight:
 
 
 class Saver:
-    """Saves to `folder`, with `mode` as in `checkpoint.async_mode`; `retire` then removes what is superseded.
+    """Saves to `folder`, with `mode` as in `checkpoint.async_mode`; `retire(step)` then removes what is superseded.
 
     Every method but `progress` and `hold_updates` is collective over all ranks, and raises RuntimeError on every rank
     if a save failed on any, with the first cause; checkpoints that were sealed before are untouched.
     """
 
     def __init__(
-        self, folder: Path, *, mode: str, retire: Callable[[], None], process_group: dist.ProcessGroup | None
+        self, folder: Path, *, mode: str, retire: Callable[[int], None], process_group: dist.ProcessGroup | None
     ) -> None:
         self._folder, self._mode, self._retire, self._group = folder, mode, retire, process_group
         self._staging = Staging(pinned=mode == ASYNC_PINNED)
         self._plan: Plan | None = None
+        self._planned: dict[str, torch.dtype] = {}
         self._in_flight: _InFlight | None = None
         # One thread: files are written, and old ones removed, in the order in which that was asked for.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -71,14 +72,16 @@ class Saver:
     ) -> None:
         """Save `tensors` as they are now. Asynchronously, unless `in_step`, it returns when they are copied.
 
-        The keys and shapes of `tensors` are those of the first call. Waits for a save that is in flight.
+        A key has the same shape in each call. Waits for a save that is in flight.
         """
         self.finish()
-        save = begin_save(self._folder, step, tensors, self._group, self._plan)
-        self._plan, find = save.plan, find_in(tensors)
+        wanted = {key: tensor.dtype for key, tensor in tensors.items()}
+        plan = self._plan if wanted == self._planned else None
+        save = begin_save(self._folder, step, tensors, self._group, plan)
+        self._plan, self._planned, find = save.plan, wanted, find_in(tensors)
         if in_step or self._mode == IN_STEP:
             self._seal(save, lambda: save.write(find), state, attach)
-            self._remove_old()
+            self._remove_old(step)
             return
         run_together("copying it", lambda: self._staging.copy(save.plan.own.items, find), self._group)
         written = self._worker.submit(save.write, self._staging.find, on_host=True)
@@ -103,30 +106,30 @@ class Saver:
         `largest` is the largest `progress` of all ranks.
         """
         if largest in (Progress.WRITTEN, Progress.FAILED):
-            self._seal_in_flight()
+            step = self._seal_in_flight()
             if is_first(self._group):
-                self._retiring = self._worker.submit(self._retire)
+                self._retiring = self._worker.submit(self._retire, step)
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one, and seal it."""
         if self._in_flight is not None:
-            self._seal_in_flight()
-            self._remove_old()
+            self._remove_old(self._seal_in_flight())
         if self._retiring is not None:
             self._retiring.result()
             self._retiring = None
 
-    def _seal_in_flight(self) -> None:
+    def _seal_in_flight(self) -> int:
         assert self._in_flight is not None, "another rank has a save in flight, and this one has not"
         in_flight, self._in_flight = self._in_flight, None
         self._seal(in_flight.save, in_flight.written.result, in_flight.state, in_flight.attach)
+        return in_flight.save.step
 
     def _seal(
         self, save: Save, written: Callable[[], Written], state: Mapping[str, Any], attach: Attach | None
     ) -> None:
         logger.info(f"Saved {save.seal(written, state, attach)}")
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, step: int) -> None:
         # The others wait here, under the patient limit of this group, not in a collective of the next step.
         first = is_first(self._group)
-        run_together("removing old checkpoints", lambda: self._retire() if first else None, self._group)
+        run_together("removing old checkpoints", lambda: self._retire(step) if first else None, self._group)

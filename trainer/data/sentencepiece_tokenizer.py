@@ -62,7 +62,7 @@ class SentencePieceTokenizer:
         """Write the model file and what its reader there must know."""
         self.save(folder)
         names = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self._processor.unk_id()}
-        config = {key: self._processor.id_to_piece(i) for key, i in names.items()}
+        config: dict[str, str | bool] = {key: self._processor.id_to_piece(i) for key, i in names.items()}
         adds_space = self._processor.id_to_piece(self._processor.encode("a"))[0].startswith(_SPACE_MARK)
         config |= {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": adds_space, "legacy": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -75,7 +75,7 @@ _ABSENT = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qu
 
 
 def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Return the shape that a `config.json` describes. ValueError for what our Llama can't compute, or what is wrong."""
+    """Return the shape that a `config.json` describes. ValueError for what our Llama can't compute, and for damage."""
     if config.get("model_type") != "llama":
         raise ValueError(f"model_type is {config.get('model_type')!r}, and only 'llama' is known here")
     for key, only in _ABSENT.items():
