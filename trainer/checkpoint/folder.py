@@ -44,7 +44,7 @@ def list_checkpoints(folder: Path) -> Listing:
     """Return what lies in `folder`; sizes are compared with the manifests, contents are not read."""
     complete: set[int] = set()
     skipped: list[tuple[str, str]] = []
-    for name, step, suffix in _our_names(folder):
+    for name, step, suffix in list_ours(folder):
         if suffix == _PARTIAL:
             skipped.append((name, "the save was not finished"))
         elif suffix != _REMOVED:
@@ -149,7 +149,7 @@ def remove_old(folder: Path, keep_latest_k: int, *, keep_every: int = 0, keep: i
     complete = list_checkpoints(folder).complete
     candidates = complete[:-keep_latest_k] if keep_latest_k else []
     superseded = [step for step in candidates if step != keep and not (keep_every and step % keep_every == 0)]
-    for name, step, suffix in _our_names(folder):
+    for name, step, suffix in list_ours(folder):
         if _may_go(folder, step, suffix, superseded):
             try:
                 _discard(folder / name)
@@ -166,7 +166,7 @@ def _may_go(folder: Path, step: int, suffix: str | None, superseded: list[int]) 
     return suffix == _REMOVED
 
 
-def _our_names(folder: Path) -> Iterator[tuple[str, int, str | None]]:
+def list_ours(folder: Path) -> Iterator[tuple[str, int, str | None]]:
     """Yield (name, step, suffix or None) of every entry whose name is ours, by step."""
     if not os.path.lexists(folder):
         return
