@@ -62,7 +62,9 @@ def test_a_save_beside_training_has_the_bytes_of_one_in_step(tmp_path: Path) -> 
         assert [result.ending for result in results] == [Ending.COMPLETED] * 2
         in_step, beside = notes[:4], notes[4:]
         assert all(thread == "MainThread" for _, thread, _ in in_step)
+        *beside, (_, last, _) = beside
         assert all(thread.startswith("checkpoint") for _, thread, _ in beside)
+        assert last == "MainThread", "there is nothing more to do beside the last one"
     for step in (4, 6, 8):  # step 2 was superseded
         saved = [tmp_path / mode / "checkpoint" / f"step-{step}" for mode in ("disabled", ASYNC)]
         assert data_seals(saved[0]) == data_seals(saved[1])

@@ -19,7 +19,7 @@ from trainer.checkpoint.folder import remove_old, set_aside
 from trainer.checkpoint.hf_load import load_hf_parameters
 from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.rng import random_state, restore_random_state
+from trainer.checkpoint.rng import random_state, restore_random_state, seed_random
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.together import gather_everywhere, is_first, run_together
 from trainer.config.load import ConfigError
@@ -120,7 +120,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     host, saving = host_group(config.comm.init_timeout_seconds), host_group(SAVE_TIMEOUT_SECONDS)
     check_agreement("The content of training.dataset and the tokenizer", launch.prepared.fingerprint, host)
     check_agreement("The checkpoint to resume from", str(launch.resume.path and launch.resume.path.name), host)
-    torch.manual_seed(config.debug.seed + place.rank)
+    seed_random(config.debug.seed + place.rank)
     set_determinism(config.debug.deterministic)
 
     mesh = build_mesh_of(config, place.device, place.world_size)

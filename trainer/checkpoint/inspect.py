@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, as facts for a reader: steps, sizes, what they hold, whether they are whole.
+"""What lies in a folder of checkpoints, as facts for a reader: steps, sizes, contents, and whether they are whole.
 
 Needs no torch, changes nothing, and trusts nothing that is read.
 """
