@@ -79,7 +79,9 @@ def test_transformers_gives_equal_logits_and_the_way_back_is_exact(tmp_path: Pat
     checkpoint = save_model(tmp_path / "ours", model)
     folder = tmp_path / "hf"
     export_hf(checkpoint, folder, dtype=torch.float32, shard_bytes=SMALL_SHARD)
-    assert len(list(folder.glob("*.safetensors"))) > 1
+    files = list(folder.glob("*.safetensors"))
+    assert len(files) > 1
+    assert {file.stat().st_mode for file in files} == {(folder / "config.json").stat().st_mode}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = torch.tensor(tokenizer("Grüße, world", add_special_tokens=False)["input_ids"]).unsqueeze(0)

@@ -83,6 +83,7 @@ def write_hf_tensors(
         if mine(number):
             tensors = {name: tensor.contiguous() for name, tensor in read(names).items()}
             save_file(tensors, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors gives it to the owner alone
             flush(folder / file)
 
 
