@@ -67,7 +67,8 @@ def save_checkpoint(
 
 def find_in(tensors: Mapping[str, torch.Tensor]) -> Find:
     """Return what finds this rank's part of a tensor, sharing its memory."""
-    return lambda item: find_state_dict_object(dict(tensors), item.index)
+    known = dict(tensors)
+    return lambda item: find_state_dict_object(known, item.index)
 
 
 def begin_save(

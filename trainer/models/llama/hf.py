@@ -43,6 +43,8 @@ def to_hf_config(c: LlamaConfig, max_position_embeddings: int) -> dict[str, Any]
     """Return the `config.json` keys that describe the shape `c` to Hugging Face's LlamaConfig."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_scaling_factor != 1.0:
+        stretched = int(c.rope_scaling_factor * c.rope_scaling_original_seq_len)
+        max_position_embeddings = max(max_position_embeddings, stretched)
         rope |= {
             "rope_type": "llama3",
             "factor": c.rope_scaling_factor,
@@ -96,6 +98,8 @@ def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
         )
     except KeyError as error:
         raise ValueError(f"it has no {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"a value has the wrong type ({error})") from error
 
 
 def _from_hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:
