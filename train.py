@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TextIO
 
 from trainer.config.arguments import Flags
@@ -14,10 +16,12 @@ from trainer.config.load import ConfigError, load_config
 from trainer.config.schema import Config
 from trainer.config.text import format_config, format_help
 from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
+from trainer.files import hold
 from trainer.log import setup_logging
 from trainer.resume import Resume, check_launch
 
 SECONDS_TO_PRINT = 10
+LOCK_NAME = "run.lock"  # below job.dump_folder
 
 
 def main(argv: list[str]) -> int:
@@ -95,14 +99,27 @@ def launch(config: Config, resume: Resume) -> int:
     end_at_once_on_signals()
     place = find_place()
     plan = plan_launch(config, place, resume)
+    with hold_folder(config) if place.rank == 0 else nullcontext():
+        try:
+            with process_group(place, config.comm.init_timeout_seconds):
+                try:
+                    return EXIT_FAILED if train(build_run(plan, place)) is Ending.NOT_FINITE else 0
+                except ConfigError as error:  # on every rank alike, so they leave together
+                    return refuse(error)
+        except Exception as error:
+            end_failed_rank(place, error)
+
+
+def hold_folder(config: Config) -> TextIO:
+    """Hold the run's folder: two runs would replace one another's checkpoints. ConfigError if another one does."""
     try:
-        with process_group(place, config.comm.init_timeout_seconds):
-            try:
-                return EXIT_FAILED if train(build_run(plan, place)) is Ending.NOT_FINITE else 0
-            except ConfigError as error:  # on every rank alike, so they leave together
-                return refuse(error)
-    except Exception as error:
-        end_failed_rank(place, error)
+        return hold(Path(config.job.dump_folder, LOCK_NAME))
+    except BlockingIOError as error:
+        problem = (
+            f"job.dump_folder = {config.job.dump_folder!r}: another run is writing to it. Wait for its end, stop it, "
+            "or give another --job.dump_folder"
+        )
+        raise ConfigError([problem]) from error
 
 
 if __name__ == "__main__":

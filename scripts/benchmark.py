@@ -20,9 +20,12 @@ from trainer.door import EXIT_FAILED, EXIT_REFUSED, open_door
 
 if TYPE_CHECKING:
     from trainer.benchmark.result import Result
+    from trainer.benchmark.saving import SavingResult
     from trainer.config.schema import Config
 
-CASES = ("communication", "compute")
+SAVING = "checkpoint"
+CASES = ("communication", "compute", SAVING)
+ROUNDS = {SAVING: 3}  # else 20
 CPU_RANKS = 2
 # What SimpleFSDP has here and some other variant hasn't.
 OURS_ALONE = {
@@ -44,14 +47,19 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     which.add_argument("--config", help="the model, precision and batch of another config")
     parser.add_argument("--variants", metavar="A,B", help="some of the variants, by name (default: all)")
     parser.add_argument(
-        "--rounds", type=int, default=20, help="how often the variants take turns (default: %(default)s)"
+        "--rounds",
+        type=int,
+        help="how often the variants take turns (default: 20), or saves in each mode (--case checkpoint; default: 3)",
     )
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn (default: %(default)s)")
     parser.add_argument("--ranks", type=int, help="ranks to start here; default: one for each GPU, or 2 on CPUs")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="write a page with bars, which opens from disk")
-    return parser.parse_known_args(argv)
+    arguments, settings = parser.parse_known_args(argv)
+    if arguments.rounds is None:
+        arguments.rounds = ROUNDS.get(arguments.case, 20)
+    return arguments, settings
 
 
 def main(argv: list[str]) -> int:
@@ -79,6 +87,8 @@ def choose_variants(arguments: argparse.Namespace) -> list[str]:
     from trainer.benchmark.variants import VARIANTS
     from trainer.ranks import Refused
 
+    if arguments.case == SAVING and not arguments.config and (arguments.variants or arguments.chart):
+        raise Refused(f"--case {SAVING} has no variants and no chart. Leave out --variants and --chart")
     wanted = arguments.variants.split(",") if arguments.variants else list(VARIANTS)
     if unknown := [name for name in wanted if name not in VARIANTS]:
         raise Refused(
@@ -113,6 +123,7 @@ def run(arguments: argparse.Namespace, config: Config, variants: list[str], devi
 
     from trainer.benchmark.measure import WAIT_SECONDS, find_hardware, measure, measure_memory
     from trainer.benchmark.result import Result
+    from trainer.benchmark.saving import measure_saving
     from trainer.benchmark.variants import AUTO, Setup
     from trainer.distributed import find_place, process_group
     from trainer.parts import build_mesh_of
@@ -120,9 +131,16 @@ def run(arguments: argparse.Namespace, config: Config, variants: list[str], devi
     place = find_place()
     if device == "cpu":
         place = replace_fields(place, device=torch.device("cpu"))
+    is_saving = arguments.case == SAVING and not arguments.config
     with process_group(place, WAIT_SECONDS):
-        hardware = find_hardware(place) if AUTO in variants else None
+        hardware = find_hardware(place) if AUTO in variants and not is_saving else None
         setup = Setup(config, build_mesh_of(config, place.device, place.world_size), place.device, hardware)
+        if is_saving:
+            folder = Path(config.job.dump_folder)
+            saving = measure_saving(setup, saves=arguments.rounds, folder=folder, config=f"benchmark_{SAVING}")
+            if place.rank == 0:
+                report(saving, arguments)
+            return 0
         measurements = measure(setup, variants, steps=arguments.steps, rounds=arguments.rounds)
     result = Result(
         measurements,
@@ -141,17 +159,18 @@ def run(arguments: argparse.Namespace, config: Config, variants: list[str], devi
     return EXIT_FAILED if result.find_wrong() else 0
 
 
-def report(result: Result, arguments: argparse.Namespace) -> None:
+def report(result: Result | SavingResult, arguments: argparse.Namespace) -> None:
     """Print the table, and write the files that were asked for."""
     from trainer.benchmark.chart import page
+    from trainer.benchmark.result import Result
 
     print("\n".join(result.lines()))
-    for line in result.find_wrong():
+    for line in result.find_wrong() if isinstance(result, Result) else ():
         print(f"WRONG: {line}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
         print(f"Wrote {arguments.json}")
-    if arguments.chart:
+    if arguments.chart and isinstance(result, Result):
         arguments.chart.write_text(page(result), encoding="utf-8")
         print(f"Wrote {arguments.chart}: open it in a browser")
 

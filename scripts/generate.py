@@ -46,16 +46,10 @@ def number_from_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def find_step_folder(path: Path) -> Path:
     """Return `path`, or the newest complete checkpoint in it. ValueError if there is none."""
-    from trainer.checkpoint.folder import find_checkpoint, list_checkpoints
+    from trainer.checkpoint.folder import list_checkpoints, resolve_step_folder
 
-    if path.name.startswith("step-"):
-        return path
-    found = find_checkpoint(path, load_step=-1)
-    if found is None:
-        raise ValueError(
-            f"--checkpoint {path}: no complete checkpoint there. Give a step-N folder or the one above it."
-        )
-    for name, reason in list_checkpoints(path).skipped:
+    found = resolve_step_folder(path)
+    for name, reason in list_checkpoints(path).skipped if found != path else ():
         print(f"{name} is skipped: {reason}", file=sys.stderr)
     return found
 

@@ -180,6 +180,21 @@ def check_resume(folder: Path) -> str:
     return f"step 20: loss {straight[-1]['loss']:.6f} both ways"
 
 
+def check_saves(folder: Path) -> str:
+    """A checkpoint that is copied while the GPU computes has the bytes of one that is saved in step."""
+    from trainer.checkpoint.manifest import read_manifest
+
+    fixed = [*DEBUG, "--debug.deterministic", "true", "--training.steps", "9", "--checkpoint.interval", "4"]
+    seals = []
+    for mode in ("disabled", "async_with_pinned_mem" if has_gpu() else "async"):
+        train(folder / mode, *fixed, "--checkpoint.async_mode", mode)
+        files = read_manifest(folder / mode / "checkpoint" / "step-8").files
+        seals.append({name: seal for name, seal in files.items() if name.endswith(".distcp")})
+    if seals[0] != seals[1]:
+        raise Failed(f"step 8 differs: {seals}")
+    return f"step 8: {sum(seal.num_bytes for seal in seals[0].values()):,} bytes, the same both ways"
+
+
 def check_speed(folder: Path, name: str, *arguments: str) -> str:
     small = [] if has_gpu() else [*SMALL, "--model.args.n_heads", "4", "--model.args.n_kv_heads", "2"]
     logged = train(folder / name, *ONE_BILLION, *small, *arguments)[-1]
@@ -193,6 +208,7 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "tests of the device": check_tests,
     "start, cold and warm": check_cold_and_warm_start,
     "resume": check_resume,
+    "saves": check_saves,
     "1B, nothing recomputed": lambda folder: check_speed(folder, "none"),
     "1B, recompute op": lambda folder: check_speed(folder, "op", "--activation_checkpoint.mode", "selective"),
     "1B, recompute full": lambda folder: check_speed(folder, "full", "--activation_checkpoint.mode", "full"),

@@ -37,6 +37,7 @@ FLOORS = [
     ("trainer.checkpoint", 3),
     ("trainer.evaluate", 3),
     ("trainer.resume", 4),
+    ("trainer.initial", 4),
     ("trainer.fit", 4),
     ("trainer.launch", 4),
     ("trainer.parts", 4),

@@ -21,6 +21,7 @@ from trainer.benchmark import measure as measuring
 from trainer.benchmark.chart import page
 from trainer.benchmark.measure import Measurement, list_turns, measure, measure_memory
 from trainer.benchmark.result import Result
+from trainer.benchmark.saving import SavingResult, measure_saving
 from trainer.benchmark.variants import VARIANTS, Setup, build_variant
 from trainer.config.load import load_config
 from trainer.config.schema import Config
@@ -211,3 +212,23 @@ def test_a_benchmark_of_wrong_numbers_fails(
         found[1].losses = losses
         assert door["run"](arguments, config, ["fsdp2", "eager"], "cpu") == code
         assert ("WRONG: eager" in capsys.readouterr().out) == bool(code)
+
+
+def save_often(rank: int, folder: Path) -> SavingResult:
+    return measure_saving(setup_of(tiny(), 2), saves=2, folder=folder, config="tiny")
+
+
+def test_saves_in_step_and_beside_are_timed_and_leave_nothing(tmp_path: Path) -> None:
+    results = run_ranks(save_often, 2, tmp_path)
+    assert [results[0].state_bytes] == [results[1].state_bytes]
+    assert [(s.mode, s.number) for s in results[0].saves] == [
+        ("disabled", 1),
+        ("disabled", 2),
+        ("async", 1),
+        ("async", 2),
+    ]
+    for saved in results[0].saves:
+        assert 0 < saved.stall_seconds <= saved.until_sealed_seconds
+        assert (saved.steps > 0) == (saved.mode == "async")
+    assert "From the second save on, async stalls" in list(results[0].lines())[-1]
+    assert list(tmp_path.iterdir()) == []

@@ -160,7 +160,7 @@ def test_v02_files_may_keep_the_selective_option_whatever_the_mode(mode: str, op
 def test_what_has_no_effect_while_its_switch_is_off_is_refused_when_it_is_on(file: str) -> None:
     argv = ["--config", file, "--validation.enable", "--checkpoint.enable"]
     refused = {problem.split(" = ")[0] for problem in problems_of(*argv)}
-    assert {"validation.steps", "validation.dataset", "checkpoint.last_save_model_only"} <= refused
+    assert {"validation.steps", "validation.dataset"} <= refused
 
 
 @pytest.mark.parametrize("name", OTHER_KEYS.split())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files import flush, write_aside
+from trainer.files import flush, hold, write_aside
 
 
 def test_a_file_is_replaced_when_all_of_it_is_written(tmp_path: Path) -> None:
@@ -68,3 +68,9 @@ def test_a_file_system_without_flush_is_taken_and_a_failing_disk_is_not(
             flush(tmp_path)
     else:
         flush(tmp_path)
+
+
+def test_a_lock_is_held_by_one_and_let_go_by_the_end(tmp_path: Path) -> None:
+    with hold(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        hold(tmp_path / "lock")
+    hold(tmp_path / "lock").close()

@@ -91,7 +91,8 @@ def read_validations(dump_folder: Path) -> list[tuple[int, float]]:
 
 def launch_with_a_signal_at_the_last_step(rank: int, argv: list[str]) -> Any:
     def change(run: Run) -> None:
-        run.interrupt.agreed = lambda: run.state.step == 4  # type: ignore[method-assign]
+        agreed = run.interrupt.agreed
+        run.interrupt.agreed = lambda: agreed() or run.state.step == 4  # type: ignore[method-assign]
 
     return [launch_once(argv, change=change), launch_once(argv), launch_once(argv)]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 
 def flush(path: Path) -> None:
@@ -20,6 +21,21 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def hold(path: Path) -> TextIO:
+    """Hold the lock file `path` until it is closed. Raises BlockingIOError if another process does.
+
+    The system closes it when the process ends, however it ends.
+    """
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+            file.close()
+            raise  # those: some network file systems have no locks
+    return file
 
 
 @contextmanager

@@ -25,12 +25,16 @@ def end_at_once_on_signals() -> None:
 
 
 class Interrupt:
-    """A stop requested on any rank. `ask` and `agreed` are called in pairs by every rank, at the same places."""
+    """A stop requested on any rank. `ask` and `agreed` are called in pairs by every rank, at the same places.
+
+    `largest` holds what ranks agreed on besides: of each number they gave to `ask`, the largest.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._received: int | None = None
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self.largest: list[int] = []
+        self._numbers = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def install(self) -> None:
@@ -42,17 +46,21 @@ class Interrupt:
         signal.signal(number, signal.SIG_DFL)
         self._received = number
 
-    def ask(self) -> None:
-        """Collective over the host group. Start to ask all ranks whether one was told to stop; doesn't wait."""
-        self._flag.fill_(self._received or 0)
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def ask(self, *besides: int) -> None:
+        """Collective over the host group. Start to ask all ranks whether one was told to stop; doesn't wait.
+
+        Every rank gives as many numbers `besides`, of which they agree on the largest.
+        """
+        self._numbers = torch.tensor([self._received or 0, *besides], dtype=torch.int32)
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def agreed(self) -> bool:
         """Collective over the host group. Wait for the answer to the last `ask`: True on every rank or on none."""
         assert self._work is not None, "agreed() follows ask()"
         self._work.wait()
         self._work = None
-        return bool(self._flag.item())
+        stop, *self.largest = self._numbers.tolist()
+        return bool(stop)
 
     def requested(self) -> bool:
         """Collective over the host group. Ask and wait."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.saver import ASYNC, ASYNC_PINNED
 from trainer.config.check import resolve_global_batch_size
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config, experiment_half, replace
@@ -49,14 +50,18 @@ def plan_launch(config: Config, place: Place, resume: Resume) -> Launch:
     """
     config = _fill_from_launch(fill_from_checkpoint(config, resume), place.world_size)
     family, shape = FAMILIES[config.model.name], build_shape(config)
-    problems = [*_check_dump_folder(Path(config.job.dump_folder)), *check_memory(config, place)]
+    problems = [
+        *_check_dump_folder(Path(config.job.dump_folder)),
+        *check_memory(config, place),
+        *_check_async_mode(config, place),
+    ]
     launch = Launch(config, family, shape, _prepare(config, shape, problems), resume)
     accepted = set(config.checkpoint.accept_changes)
     problems = check_experiment(launch.experiment, resume, accepted)
     if problems:
         raise ConfigError(problems)
     if place.rank == 0:  # all ranks find the same
-        warn_of_skipped(config)
+        warn_of_skipped(config, resume)
         warn_of_idle(launch.experiment, resume, accepted)
     return launch
 
@@ -104,6 +109,15 @@ def _check_dump_folder(folder: Path) -> list[str]:
             "Free space, change the folder's permissions, or give another --job.dump_folder."
         ]
     return []
+
+
+def _check_async_mode(config: Config, place: Place) -> list[str]:
+    if config.checkpoint.async_mode != ASYNC_PINNED or place.device.type == "cuda":
+        return []
+    return [
+        f'checkpoint.async_mode = "{ASYNC_PINNED}": only a GPU\'s memory is copied through pinned memory, and this run '
+        f'trains on {place.device}. Use checkpoint.async_mode = "{ASYNC}", which copies to ordinary memory.'
+    ]
 
 
 def _fill_from_launch(config: Config, world_size: int) -> Config:

@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
-from trainer.build import Run, checkpoint_tensors, random_tensors
-from trainer.checkpoint.folder import remove_old
-from trainer.checkpoint.save import save_checkpoint
-from trainer.checkpoint.together import run_together
+from torch import Tensor
+
+from trainer.build import Run, checkpoint_tensors, random_tensors, weight_tensors
+from trainer.checkpoint.folder import checkpoint_path
+from trainer.checkpoint.hf_export import export_hf
+from trainer.checkpoint.saver import Progress
 from trainer.config.text import to_toml
 from trainer.describe import describe_launch
 from trainer.distributed import gather_objects, set_timeout
+from trainer.dtypes import DTYPES
 from trainer.evaluate import evaluate
 from trainer.generate import before_stop, generate
 from trainer.metrics.report import StepMetrics
@@ -63,6 +66,7 @@ class Loop:
         self._bad_step: int | None = None
         self._interrupted = False
         self._saved_step = run.state.step  # nothing new to save yet
+        self._saved_at = time.monotonic()
 
     def go(self) -> Ending:
         """Collective over all ranks. Do all that a launch does."""
@@ -92,18 +96,27 @@ class Loop:
 
     def _step(self) -> None:
         """Collective over all ranks. Do a step, and read the values of the one before while it runs."""
-        self.run.interrupt.ask()
+        self.run.interrupt.ask(self.run.saver.progress(), self._is_save_overdue())
         latest = train_step(self.run)
         self._read()
         self._unread = latest
 
     def _between_steps(self) -> None:
-        """Collective over all ranks. Hear of signals, validate and save where due."""
+        """Collective over all ranks. Hear of signals and of the save in flight, validate and save where due."""
         self._interrupted = self.run.interrupt.agreed()
+        progress, overdue = self.run.interrupt.largest
+        self._hear_of_save(progress)
         if self._is_validation_due() and not self._interrupted:
             self._validate()
-        if self.run.state.step % self.run.config.checkpoint.interval == 0:
+        # The last save of a launch is made at its end, in step: there is nothing more to do beside it.
+        due = overdue or self.run.state.step % self.run.config.checkpoint.interval == 0
+        if due and self._goes_on():
             self._save_if_new()
+
+    def _is_save_overdue(self) -> bool:
+        """Tell whether this rank's clock asks for a save."""
+        minutes = self.run.config.checkpoint.interval_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _end(self) -> Ending:
         """Collective over all ranks. Save what is new, and say how it ended."""
@@ -111,7 +124,7 @@ class Loop:
         if self._bad_step is not None:
             self._stop_at(self._bad_step)
             return Ending.NOT_FINITE
-        self._save_if_new()
+        self._save_at_end()
         if self._interrupted:
             log.info(f"Stopped by a signal after step {self.run.state.step} of {self.run.config.training.steps}")
             return Ending.INTERRUPTED
@@ -186,46 +199,76 @@ class Loop:
         else:
             run.metrics.log_validation(run.state.step, result.loss, result.tokens, time.perf_counter() - start)
 
-    def _save_if_new(self) -> None:
+    def _save_if_new(self, *, in_step: bool = False) -> None:
         """Collective over all ranks. Save the current step, unless it is saved or turns out not to be finite."""
         self._read()
         if self._bad_step is None and self.run.state.step != self._saved_step:
-            self._save({})
+            self._save({}, in_step=in_step)
 
-    def _save(self, note: dict[str, int]) -> None:
-        """Collective over all ranks. Save a checkpoint of the current step; its state says `note` too."""
-        run, settings, step = self.run, self.run.config.checkpoint, self.run.state.step
-        if not settings.enable:
+    def _save_at_end(self) -> None:
+        """Collective over all ranks. Save what is new; after the last step of all, in the form that was asked for."""
+        run, settings = self.run, self.run.config.checkpoint
+        is_whole = not self._interrupted and run.state.step == run.config.training.steps
+        if not is_whole or not settings.enable:
+            self._save_if_new(in_step=True)
+            run.saver.finish()
             return
-        folder = checkpoint_folder(run.config)
+        if settings.last_save_model_only and run.state.step != self._saved_step:
+            self._save({"weights_only": True}, tensors=weight_tensors(run.model, settings.export_dtype), in_step=True)
+        self._save_if_new(in_step=True)
+        run.saver.finish()
+        if settings.last_save_in_hf:
+            self._export()
+
+    def _export(self) -> None:
+        """Collective over all ranks. Write the weights of the step that is saved as a Hugging Face folder."""
+        run = self.run
+        saved = checkpoint_path(checkpoint_folder(run.config), run.state.step)
+        folder = saved.with_name(f"{saved.name}-hf")
+        if any(gather_objects(folder.exists(), run.save_group)):
+            log.info(f"{folder} is there already, and is left as it is")
+            return
+        dtype = DTYPES[run.config.checkpoint.export_dtype]
         with run.metrics.apart("checkpoint"):
-            path = save_checkpoint(
-                folder,
+            export_hf(saved, folder, dtype=dtype, process_group=run.save_group)
+        log.info(f"Saved {folder}, for Hugging Face")
+
+    def _save(self, note: dict[str, int], *, tensors: dict[str, Tensor] | None = None, in_step: bool = False) -> None:
+        """Collective over all ranks. Save a checkpoint of the current step; its state says `note` too.
+
+        All of the run's tensors, unless others are given.
+        """
+        run, step = self.run, self.run.state.step
+        if not run.config.checkpoint.enable:
+            return
+        everything = checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank)
+        with run.metrics.apart("checkpoint"):
+            run.saver.save(
                 step,
-                tensors=checkpoint_tensors(run.model, run.optimizer) | random_tensors(run.place.rank),
+                tensors=everything if tensors is None else tensors,
                 state=run.describe_state() | note,
                 attach=lambda path: run.launch.prepared.tokenizer.save(path / "tokenizer"),
-                process_group=run.save_group,
-            )
-            is_first = run.place.rank == 0
-            # The others wait here, under the patient limit of this group, not in a collective of the next step.
-            run_together(
-                "removing old checkpoints",
-                lambda: remove_old(folder, settings.keep_latest_k) if is_first else None,
-                run.save_group,
+                in_step=in_step,
             )
         self._saved_step = step
-        log.info(f"Saved {path}")
+        self._saved_at = time.monotonic()
+
+    def _hear_of_save(self, progress: int) -> None:
+        """Collective over all ranks. Seal the save in flight, if `progress`, the largest of all ranks, says so."""
+        if progress in (Progress.WRITTEN, Progress.FAILED):
+            with self.run.metrics.apart("checkpoint"):
+                self.run.saver.hear(progress)
 
     def _stop_at(self, bad_step: int) -> None:
         """Collective over all ranks. Go back to the step before: no later update was applied to the weights."""
         run, state = self.run, self.run.state
         state.step = bad_step - 1
         state.non_finite.zero_()
+        run.saver.finish()
         saved = ""
         if run.config.checkpoint.enable and state.step > 0:
             # Also where this step was saved before anyone knew: its checkpoint is to name the bad step.
-            self._save({"bad_step": bad_step})
+            self._save({"bad_step": bad_step}, in_step=True)
             saved = ", and saved"
         if run.place.rank == 0:
             log.error(

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.folder import find_checkpoint, list_checkpoints
+from trainer.checkpoint.folder import find_before, find_checkpoint, list_checkpoints
+from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.state import read_state
 from trainer.config.check import check_config
 from trainer.config.schema import Config, experiment_half, replace
+from trainer.initial import check_initial
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +24,14 @@ DATASET = "training.dataset"  # under this name a checkpoint has what the tokens
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint to continue from, and what it says besides its tensors; nothing for a fresh start."""
+    """The checkpoint to continue from, and what it says besides its tensors; nothing for a fresh start.
+
+    `damaged` tells of newer ones that were passed over.
+    """
 
     path: Path | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
 
 
 def checkpoint_folder(config: Config) -> Path:
@@ -34,11 +40,38 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def find_resume(config: Config) -> Resume:
-    """Find the checkpoint that `config` continues from. ValueError if it isn't there or is damaged."""
+    """Find the checkpoint that `config` continues from: the step asked for, or the newest whose state is whole.
+
+    ValueError if it isn't there, if all are damaged, or if it can't be continued from. Tensors are verified when they
+    are loaded.
+    """
     if not config.checkpoint.enable:
         return Resume()
     path = find_checkpoint(checkpoint_folder(config), config.checkpoint.load_step)
-    return Resume(path, read_state(path)) if path else Resume()
+    return read_resume(config, path) if path else Resume()
+
+
+def read_resume(config: Config, path: Path, damaged: tuple[str, ...] = ()) -> Resume:
+    """Read the state of the checkpoint `path`, or of the newest whole one before it if no step is asked for."""
+    try:
+        state = read_state(path)
+    except DamagedError as error:
+        return read_older(config, path, (*damaged, str(error)), error)
+    if state.get("weights_only"):
+        raise ValueError(
+            f"{path} holds weights alone (checkpoint.last_save_model_only), so the run can't continue from it. Set "
+            "checkpoint.load_step to an older step, or start a new run from it: another job.dump_folder, and "
+            f"checkpoint.initial_load_path = {str(path)!r}"
+        )
+    return Resume(path, state, damaged)
+
+
+def read_older(config: Config, path: Path, damaged: tuple[str, ...], error: DamagedError) -> Resume:
+    """Read the newest whole checkpoint before `path`, which is damaged. Raises `error` where there may be none."""
+    older = find_before(checkpoint_folder(config), path) if config.checkpoint.load_step == -1 else None
+    if older is None:
+        raise error
+    return read_resume(config, older, damaged)
 
 
 def fill_from_checkpoint(config: Config, resume: Resume) -> Config:
@@ -63,7 +96,8 @@ def check_launch(config: Config, world_size: int) -> tuple[Resume, list[str]]:
     config = fill_from_checkpoint(config, resume)
     now = {name: value for name, value in experiment_half(config).items() if name != DATASET}
     changed = check_experiment(now, resume, set(config.checkpoint.accept_changes))
-    return resume, changed + check_config(config, world_size)
+    initial = [] if resume.path else check_initial(config)
+    return resume, changed + initial + check_config(config, world_size)
 
 
 def check_experiment(now: dict[str, Any], resume: Resume, accepted: set[str]) -> list[str]:
@@ -81,8 +115,10 @@ def check_experiment(now: dict[str, Any], resume: Resume, accepted: set[str]) ->
     ]
 
 
-def warn_of_skipped(config: Config) -> None:
+def warn_of_skipped(config: Config, resume: Resume) -> None:
     """Warn of what lies among the run's checkpoints and isn't a complete one."""
+    for reason in resume.damaged:
+        log.warning(f"a newer checkpoint is passed over: {reason}")
     if config.checkpoint.enable:
         for name, reason in list_checkpoints(checkpoint_folder(config)).skipped:
             log.warning(f"checkpoint {name} is skipped: {reason}")

@@ -40,6 +40,7 @@ def train_step(run: Run) -> StepValues:
     grad_norm = clip_gradients(run.model.parameters(), run.config.training.max_norm, run.mesh)
     run.state.mask_if_not_finite(loss, grad_norm)
     lr = run.schedule(run.state.step)
+    run.saver.hold_updates()
     run.optimizer.step(lr, found_inf=run.state.non_finite)
     run.state.advance(num_tokens)
     rank_loss = rank_share * num_tokens / rank_tokens.clamp(min=1)

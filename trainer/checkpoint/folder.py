@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint.manifest import find_fault
+from trainer.checkpoint.manifest import MANIFEST_NAME, find_fault
 from trainer.files import flush
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def list_checkpoints(folder: Path) -> Listing:
     """Return what lies in `folder`; sizes are compared with the manifests, contents are not read."""
     complete: set[int] = set()
     skipped: list[tuple[str, str]] = []
-    for name, step, suffix in _our_names(folder):
+    for name, step, suffix in list_ours(folder):
         if suffix == _PARTIAL:
             skipped.append((name, "the save was not finished"))
         elif suffix != _REMOVED:
@@ -83,6 +83,32 @@ def find_checkpoint(folder: Path, load_step: int) -> Path | None:
     return None
 
 
+def find_before(folder: Path, path: Path) -> Path | None:
+    """Return the newest complete checkpoint older than `path`, or None."""
+    match = _OUR_NAME.fullmatch(path.name)
+    older = [step for step in list_checkpoints(folder).complete if match and step < int(match[1])]
+    return _complete_path(folder, older[-1]) if older else None
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, or something else of its name, out of the way. Its worth is not ours to judge."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        number += 1
+    path.rename(aside)
+    logger.warning("%s is not complete, or damaged: renamed to %s", path, aside.name)
+
+
+def resolve_step_folder(path: Path) -> Path:
+    """Return `path` if it is a step folder, or the newest complete one in it. ValueError if there is none."""
+    if path.name.startswith("step-") or (path / MANIFEST_NAME).exists():
+        return path
+    found = find_checkpoint(path, -1)
+    if found is None:
+        raise ValueError(f"{path}: no complete checkpoint there. Give a step-N folder, or the folder that holds them")
+    return found
+
+
 def start_partial(folder: Path, step: int) -> None:
     """Make an empty folder to write the checkpoint of `step` to; what an interrupted save of it left is removed."""
     path = partial_path(folder, step)
@@ -105,7 +131,7 @@ def publish(folder: Path, step: int) -> Path:
                 _discard(replaced)
             path.rename(replaced)
         else:
-            _set_aside(path)
+            set_aside(path)
     partial_path(folder, step).rename(path)
     flush(folder)
     if replaced.exists():
@@ -113,12 +139,17 @@ def publish(folder: Path, step: int) -> Path:
     return path
 
 
-def remove_old(folder: Path, keep_latest_k: int) -> None:
-    """Remove all but the newest `keep_latest_k` complete checkpoints (0 keeps all), and what earlier removals left."""
+def remove_old(folder: Path, keep_latest_k: int, *, keep_every: int = 0, keep: int | None = None) -> None:
+    """Remove all but the newest `keep_latest_k` complete checkpoints (0 keeps all), and what earlier removals left.
+
+    Steps that are multiples of `keep_every` stay (0: none for that), and so does the step `keep`: one that was just
+    saved goes on from an older one than the newest, perhaps.
+    """
     assert keep_latest_k >= 0
     complete = list_checkpoints(folder).complete
-    superseded = complete[:-keep_latest_k] if keep_latest_k else []
-    for name, step, suffix in _our_names(folder):
+    candidates = complete[:-keep_latest_k] if keep_latest_k else []
+    superseded = [step for step in candidates if step != keep and not (keep_every and step % keep_every == 0)]
+    for name, step, suffix in list_ours(folder):
         if _may_go(folder, step, suffix, superseded):
             try:
                 _discard(folder / name)
@@ -135,7 +166,7 @@ def _may_go(folder: Path, step: int, suffix: str | None, superseded: list[int]) 
     return suffix == _REMOVED
 
 
-def _our_names(folder: Path) -> Iterator[tuple[str, int, str | None]]:
+def list_ours(folder: Path) -> Iterator[tuple[str, int, str | None]]:
     """Yield (name, step, suffix or None) of every entry whose name is ours, by step."""
     if not os.path.lexists(folder):
         return
@@ -167,12 +198,3 @@ def _discard(path: Path) -> None:
         path.rename(rubbish)
         flush(path.parent)
     shutil.rmtree(rubbish)
-
-
-def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, or something else of its name, out of the way. Its worth is not ours to judge."""
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
-        number += 1
-    path.rename(aside)
-    logger.warning("%s is in the way of a new checkpoint and not complete: renamed to %s", path, aside.name)

@@ -5,7 +5,9 @@ used. Reads with the planner and reader of torch.distributed.checkpoint (DCP) bu
 nothing in the folder can run code. Which checkpoint to load is `folder.py`'s question.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,12 @@ class _Differences(NamedTuple):
     missing: set[str]
     extra: set[str]
     unlike: dict[str, str]
+    saved: set[str]
+
+
+def matches(key: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a pattern is that of `key` or of a part before a dot: "optimizer" stands for "optimizer.*"."""
+    return any(fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*") for pattern in patterns)
 
 
 def load_tensors(
@@ -35,23 +43,60 @@ def load_tensors(
     *,
     allow_missing: Callable[[str], bool],
     allow_extra: Callable[[str], bool],
+    exclude: Sequence[str] = (),
+    cast: bool = False,
     process_group: dist.ProcessGroup | None,
 ) -> None:
     """Collective over all ranks. Fill `tensors` (plain or DTensors, with memory) in place from the checkpoint `path`.
 
     A key that is not saved is an error unless `allow_missing(key)`, and then its tensor stays as it is; a saved key
-    that no rank asks for is one unless `allow_extra(key)`. Shapes and dtypes must be equal. All of this is compared,
-    and raises ValueError on every rank, before any tensor is touched. `process_group` is a host-side group of all
-    ranks; None loads on one process, without torch.distributed.
+    that no rank asks for is one unless `allow_extra(key)`. Keys of the patterns `exclude` are neither compared nor
+    read; a pattern that matches no key of either side is an error. Shapes must be equal, and dtypes unless the values
+    may be `cast`. All of this is compared, and raises ValueError on every rank, before any tensor is touched; so does
+    DamagedError where a file isn't what was saved. `process_group` is a host-side group of all ranks; None loads on one
+    process, without torch.distributed.
     """
+    asked = tensors
+    tensors = {key: tensor for key, tensor in asked.items() if not matches(key, exclude)}
     manifest, metadata = run_together(f"loading {path}", lambda: _read_headers(path), process_group)
     differences = run_together(
-        f"loading {path}", lambda: _compare(metadata, tensors, allow_missing, allow_extra), process_group
+        f"loading {path}",
+        lambda: _compare(
+            metadata, tensors, allow_missing, lambda key: allow_extra(key) or matches(key, exclude), cast=cast
+        ),
+        process_group,
     )
     _check_same(path, differences, process_group)
+    check_patterns(path, exclude, asked.keys() | differences.saved, process_group)
     wanted = {key: tensor for key, tensor in tensors.items() if key in metadata.state_dict_metadata}
     _verify_files(path, manifest, files_of(metadata, wanted), process_group)
     run_together(f"loading {path}", lambda: _read(path, metadata, wanted, is_first(process_group)), process_group)
+
+
+class OpenCheckpoint:
+    """Plain tensors of a verified checkpoint, read some at a time, on this rank alone."""
+
+    def __init__(self, path: Path, metadata: Metadata, keys: list[str]) -> None:
+        self._path, self._metadata = path, metadata
+        entries: dict[str, Any] = metadata.state_dict_metadata
+        self.shapes: dict[str, torch.Size] = {key: entries[key].size for key in keys}
+
+    def read(self, keys: list[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors `keys`, in the dtypes they were saved in."""
+        entries: dict[str, Any] = self._metadata.state_dict_metadata
+        tensors = {key: torch.empty(self.shapes[key], dtype=entries[key].properties.dtype) for key in keys}
+        _read(self._path, self._metadata, tensors, first=True)
+        return tensors
+
+
+def open_checkpoint(
+    path: Path, wanted: Callable[[str], bool], process_group: dist.ProcessGroup | None
+) -> OpenCheckpoint:
+    """Collective over all ranks. Verify what holds the tensors whose key is `wanted`. Raises ValueError if damaged."""
+    manifest, metadata = run_together(f"loading {path}", lambda: _read_headers(path), process_group)
+    keys = [key for key in metadata.state_dict_metadata if wanted(key)]
+    _verify_files(path, manifest, files_of(metadata, keys), process_group)
+    return OpenCheckpoint(path, metadata, keys)
 
 
 def _read_headers(path: Path) -> tuple[Manifest, Metadata]:
@@ -64,13 +109,15 @@ def _compare(
     tensors: Mapping[str, torch.Tensor],
     allow_missing: Callable[[str], bool],
     allow_extra: Callable[[str], bool],
+    *,
+    cast: bool,
 ) -> _Differences:
     saved: dict[str, Any] = metadata.state_dict_metadata
     unlike = {}
     for key in tensors.keys() & saved.keys():
         tensor, entry = tensors[key], saved[key]
         assert not tensor.is_meta, f"{key} has no memory to load into"
-        if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
+        if tensor.shape != entry.size or (tensor.dtype != entry.properties.dtype and not cast):
             unlike[key] = (
                 f"{key} is {entry.properties.dtype} {tuple(entry.size)} in the checkpoint "
                 f"and {tensor.dtype} {tuple(tensor.shape)} here"
@@ -79,6 +126,7 @@ def _compare(
         missing={key for key in tensors.keys() - saved.keys() if not allow_missing(key)},
         extra={key for key in saved.keys() - tensors.keys() if not allow_extra(key)},
         unlike=unlike,
+        saved=set(saved),
     )
 
 
@@ -99,6 +147,21 @@ def _check_same(path: Path, differences: _Differences, process_group: dist.Proce
         raise ValueError(
             f"{path} does not fit this run: {'; '.join(problems)}. Use the model and optimizer it was written with, "
             "or another checkpoint"
+        )
+
+
+def check_patterns(
+    path: Path, patterns: Sequence[str], keys: set[str], process_group: dist.ProcessGroup | None
+) -> None:
+    """Collective over all ranks. Raise ValueError if a pattern matches no key on any rank: it is a misspelt one."""
+    if not patterns:  # as on every rank
+        return
+    idle = [pattern for pattern in patterns if not any(matches(key, [pattern]) for key in keys)]
+    if idle_everywhere := sorted(set.intersection(*map(set, gather_everywhere(idle, process_group)))):
+        parts = sorted({".".join(re.sub(r"\.\d+\.", ".*.", key).split(".")[:3]) for key in keys})
+        raise ValueError(
+            f"checkpoint.exclude_from_loading = {list(patterns)}: each pattern matches a key of {path} or of this run, "
+            f"and {', '.join(idle_everywhere)} doesn't. Leave it out, or use patterns of {_name_some(set(parts))}"
         )
 
 

@@ -16,6 +16,10 @@ FORMAT_VERSION = 1
 _BLOCK_BYTES = 1 << 22
 
 
+class DamagedError(ValueError):
+    """A file of a checkpoint isn't what was saved: gone, cut short, or changed."""
+
+
 class Seal(NamedTuple):
     """What a file must be like: its size and the sha256 of its bytes, in hexadecimal."""
 
@@ -86,15 +90,22 @@ def read_sealed(path: Path, name: str, manifest: Manifest) -> bytes:
     """Return the bytes of a small file of the checkpoint `path` after comparing them with its manifest."""
     if name not in manifest.files:
         raise ValueError(f"{path / name}: not in the checkpoint's manifest; the folder is damaged or not ours")
-    content = (path / name).read_bytes()
+    try:
+        content = (path / name).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{path / name}: {error.strerror}") from error
     _compare(path / name, Seal(len(content), hashlib.sha256(content).hexdigest()), manifest.files[name])
     return content
 
 
 def verify_file(path: Path, name: str, manifest: Manifest) -> None:
-    """Raise ValueError unless the file `name` of the checkpoint `path` is byte for byte what was saved."""
-    with (path / name).open("rb") as file:
-        _compare(path / name, _seal_of(file), manifest.files[name])
+    """Raise DamagedError unless the file `name` of the checkpoint `path` is byte for byte what was saved."""
+    try:
+        with (path / name).open("rb") as file:
+            found = _seal_of(file)
+    except OSError as error:
+        raise DamagedError(f"{path / name}: {error.strerror}") from error
+    _compare(path / name, found, manifest.files[name])
 
 
 def _seal_of(file: Any) -> Seal:
@@ -107,7 +118,7 @@ def _seal_of(file: Any) -> Seal:
 
 def _compare(file: Path, found: Seal, saved: Seal) -> None:
     if found != saved:
-        raise ValueError(
+        raise DamagedError(
             f"{file}: damaged: {found.num_bytes} bytes with sha256 {found.sha256[:12]}, but its manifest says "
             f"{saved.num_bytes} bytes with {saved.sha256[:12]}; set checkpoint.load_step to another step, "
             f"or remove {file.parent} to fall back to the one before"

@@ -11,6 +11,13 @@ import torch
 _PYTHON_VERSION = 3  # of the tuple of random.getstate, the same since Python 3.2
 
 
+def seed_random(seed: int) -> None:
+    """Seed every generator whose state a checkpoint holds, so that a run from its start is a function of the seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def random_state() -> dict[str, torch.Tensor]:
     """Return the states of torch on the CPU, of the current CUDA device if there is one, of `random` and of numpy."""
     _, words, normal = random.getstate()

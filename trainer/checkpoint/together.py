@@ -9,12 +9,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from trainer.checkpoint.manifest import DamagedError
+
 Result = TypeVar("Result")
 
 
 class _Failure(NamedTuple):
-    is_value_error: bool
+    kind: type[Exception]
     text: str
+
+
+_KINDS = (DamagedError, ValueError)  # the user's to mend; what else goes wrong is a RuntimeError on every rank
 
 
 def is_first(process_group: dist.ProcessGroup | None) -> bool:
@@ -25,22 +30,21 @@ def is_first(process_group: dist.ProcessGroup | None) -> bool:
 def run_together(what: str, action: Callable[[], Result], process_group: dist.ProcessGroup | None) -> Result:
     """Collective over all ranks. Run `action` on this rank and return its result, once all ranks have succeeded.
 
-    If it failed anywhere, every rank raises the failure of the lowest rank that had one: ValueError if it was one
-    (the user's to mend), else RuntimeError.
+    If it failed anywhere, every rank raises the failure of the lowest rank that had one: as DamagedError or ValueError
+    if it was one, else as RuntimeError.
     """
     result, failure, cause = None, None, None
     try:
         result = action()
     except Exception as error:
-        failure, cause = _Failure(isinstance(error, ValueError), _describe(error)), error
+        failure, cause = _Failure(_kind_of(error), _describe(error)), error
     failures = gather_everywhere(failure, process_group)
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if failed:
         rank, first = failed[0]
         where = f"rank {rank}: " if len(failures) > 1 else ""
         others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        kind = ValueError if first.is_value_error else RuntimeError
-        raise kind(f"{what}: {where}{first.text}{others}") from cause
+        raise first.kind(f"{what}: {where}{first.text}{others}") from cause
     return result  # type: ignore[return-value]
 
 
@@ -70,6 +74,10 @@ def scatter_from_first(values: list[Any] | None, process_group: dist.ProcessGrou
     received = [None]
     dist.scatter_object_list(received, values, group=process_group, group_src=0)
     return received[0]
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
 
 
 def _describe(error: BaseException) -> str:

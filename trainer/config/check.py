@@ -244,13 +244,40 @@ def _check_recompute(config: Config) -> Iterator[str]:
 
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
-    for key, off in (("load_step", -1), ("accept_changes", ())):
+    without_effect = {"load_step": -1, "accept_changes": (), "initial_load_path": "", "exclude_from_loading": ()}
+    for key, off in without_effect.items():
         value = getattr(checkpoint, key)
         if value != off and not checkpoint.enable:
             yield (
                 f"checkpoint.{key} = {write_value(value)}\nIt has no effect with checkpoint.enable = false. "
                 "Set checkpoint.enable = true, or leave it out."
             )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
+        yield (
+            "checkpoint.initial_load_in_hf = true\nIt has no effect without checkpoint.initial_load_path. "
+            "Name the Hugging Face folder there, or leave it out."
+        )
+    if checkpoint.export_dtype != "float32" and not (checkpoint.last_save_model_only or checkpoint.last_save_in_hf):
+        yield (
+            f"checkpoint.export_dtype = {write_value(checkpoint.export_dtype)}\nIt has no effect without "
+            "checkpoint.last_save_model_only or checkpoint.last_save_in_hf. Set one of them, or leave it out."
+        )
+    if checkpoint.keep_every and not checkpoint.keep_latest_k:
+        yield (
+            f"checkpoint.keep_every = {checkpoint.keep_every}, checkpoint.keep_latest_k = 0\nIt has no effect where "
+            "all checkpoints are kept. Leave it out, or set checkpoint.keep_latest_k."
+        )
+    for key in ("folder", "initial_load_path"):
+        if "://" in getattr(checkpoint, key):
+            yield (
+                f"checkpoint.{key} = {write_value(getattr(checkpoint, key))}\nCheckpoints lie in folders of a file "
+                "system; remote storage isn't there yet. Mount it, and give the path."
+            )
+    if "://" in config.job.dump_folder:
+        yield (
+            f"job.dump_folder = {write_value(config.job.dump_folder)}\nA run writes to folders of a file system; "
+            "remote storage isn't there yet. Mount it, and give the path."
+        )
     experiment = [name for name, setting in settings(Config).items() if setting.metadata["half"] == "experiment"]
     experiment.append("training.dataset")  # a checkpoint stores under this name what the tokens are
     for name in checkpoint.accept_changes:

@@ -211,8 +211,41 @@ class Checkpoint:
     enable: bool = machine(False, "Save checkpoints, and resume from the newest complete one.")
     folder: str = machine("checkpoint", "Folder below job.dump_folder.", unit="path")
     interval: int = machine(500, "Save every so many steps, and after the last.", unit="steps", minimum=1)
+    interval_minutes: float | None = machine(
+        None, "Save also when so much time has passed since the last save.", unit="minutes", above=0
+    )
+    async_mode: str = machine(
+        "disabled",
+        "async: training goes on as soon as the state is copied to host memory, and the copy is written beside it. "
+        "async_with_pinned_mem: a GPU goes on computing during the copy, too.",
+        choices=("disabled", "async", "async_with_pinned_mem"),
+    )
     keep_latest_k: int = machine(10, "Complete checkpoints to keep; 0 keeps all.", unit="checkpoints", minimum=0)
+    keep_every: int = machine(
+        0, "Checkpoints of every so many steps are never removed; 0: none for that.", unit="steps", minimum=0
+    )
     load_step: int = machine(-1, "Step to resume from; -1 is the newest complete one.", unit="step", minimum=-1)
+    initial_load_path: str = machine(
+        "",
+        "Weights to start from, where the folder holds no checkpoint: a step-N folder or the one above it. Schedule, "
+        "data and optimizer start anew.",
+        unit="path",
+    )
+    initial_load_in_hf: bool = machine(False, "initial_load_path is a Hugging Face folder with safetensors.")
+    exclude_from_loading: tuple[str, ...] = machine(
+        (),
+        'Patterns of checkpoint keys that are not loaded and keep their first values, e.g. ["optimizer"]; each must '
+        "match.",
+    )
+    last_save_model_only: bool = machine(
+        False, "After the last step save weights alone, in export_dtype: the run can't be resumed from it."
+    )
+    last_save_in_hf: bool = machine(
+        False, "After the last step also write a Hugging Face folder, step-N-hf, in export_dtype."
+    )
+    export_dtype: str = machine(
+        "float32", "What last_save_* round weights to.", choices=("float32", "bfloat16", "float16")
+    )
     accept_changes: tuple[str, ...] = machine(
         (), 'Experiment settings that may differ from the checkpoint\'s, e.g. ["optimizer.lr"].'
     )

@@ -17,6 +17,7 @@ from trainer.config.values import NONE, SWITCH_WORDS, Given, list_words, write_v
 
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "model.hf_assets_path": "model.tokenizer_path",
     "training.compile": "compile.enable",
@@ -57,8 +58,6 @@ _NO_PIPELINE = "Pipeline parallelism is not there yet; use the data parallel deg
 _NO_EXPERTS = "There are no models with experts"
 _NO_FLOAT8 = "float8 and other converters are not there yet; use training.mixed_precision_param"
 _NO_PROFILER = "The profiler is not there yet"
-_NO_INITIAL_LOAD = "Starting from given weights is not there yet; to resume, use the same job.dump_folder"
-_NO_HF_SAVE = "Hugging Face files are not written yet"
 _NO_PASSES = "Passes over the graph are chosen by compile.bucketing and compile.reorder"
 _ROWS_ON_DEMAND = "Rows are read from memory-mapped files without workers"
 _ONE_STREAM = "Held-out rows come from training.dataset"
@@ -73,26 +72,20 @@ UNSUPPORTED = {
     "activation_checkpoint.visualize_memory_budget_pareto": Unsupported(
         (False,), "Memory against time is not drawn; try values of activation_checkpoint.memory_budget"
     ),
-    "checkpoint.async_mode": Unsupported(
-        ("disabled",), "Checkpoints are saved in step with training", "checkpoint.enable"
-    ),
     "checkpoint.create_seed_checkpoint": Unsupported(
         (False,), "It has no use: weights depend on debug.seed and not on the ranks", "checkpoint.enable"
     ),
     "checkpoint.enable_first_step_checkpoint": Unsupported(
         (False,), "The first step is not saved; use checkpoint.interval", "checkpoint.enable"
     ),
-    "checkpoint.exclude_from_loading": Unsupported(
-        ([],), "A resume takes the whole checkpoint; see checkpoint.accept_changes", "checkpoint.enable"
+    "checkpoint.initial_load_in_hf_quantized": Unsupported(
+        (False,), "Quantized weights are not read", "checkpoint.enable"
     ),
-    "checkpoint.initial_load_in_hf": Unsupported((False,), _NO_INITIAL_LOAD, "checkpoint.enable"),
-    "checkpoint.initial_load_path": Unsupported(("",), _NO_INITIAL_LOAD, "checkpoint.enable"),
-    "checkpoint.last_save_in_hf": Unsupported((False,), _NO_HF_SAVE, "checkpoint.enable"),
-    "checkpoint.last_save_model_only": Unsupported(
-        (False,), "The last checkpoint is resumable, like every other", "checkpoint.enable"
+    "checkpoint.initial_load_model_only": Unsupported(
+        (True,), "checkpoint.initial_load_path gives weights alone; to continue with all, resume", "checkpoint.enable"
     ),
-    "checkpoint.last_save_model_weights_only": Unsupported(
-        (False,), "The last checkpoint is resumable, like every other", "checkpoint.enable"
+    "checkpoint.initial_load_model_weights_only": Unsupported(
+        (True,), "checkpoint.initial_load_path gives weights alone; to continue with all, resume", "checkpoint.enable"
     ),
     "checkpoint.load_only": Unsupported((False,), "Checkpoints are both loaded and saved", "checkpoint.enable"),
     "comm.mode": Unsupported(("default",), "Use --dry-run --world-size N"),
@@ -144,8 +137,7 @@ UNSUPPORTED = {
 
 _INERT_KEYS = {
     "activation_checkpoint": "determinism_check early_stop preserve_rng_state",
-    "checkpoint": """enable_ft_dataloader_checkpoints export_dtype initial_load_in_hf_quantized initial_load_model_only
-        initial_load_model_weights_only""",
+    "checkpoint": "enable_ft_dataloader_checkpoints",
     "comm": "save_traces_file_prefix save_traces_folder",
     "debug": "moe_force_load_balance",
     "fault_tolerance": """fragment_sync_delay fragment_update_alpha group_size min_replica_size num_fragments

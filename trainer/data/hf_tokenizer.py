@@ -49,8 +49,11 @@ class HFTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         bos_name, eos_name = self._names
         (folder / JSON_NAME).write_text(self._definition, encoding="utf-8", newline="")
-        config = json.dumps({"bos_token": bos_name, "eos_token": eos_name}, indent=2)
+        names = {"bos_token": bos_name, "eos_token": eos_name}
+        config = json.dumps({**names, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
         (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
+
+    save_for_hf = save
 
 
 def _load(definition: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -56,6 +57,15 @@ class SentencePieceTokenizer:
         """Write the model file."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MODEL_NAME).write_bytes(self._model)
+
+    def save_for_hf(self, folder: Path) -> None:
+        """Write the model file and what its reader there must know."""
+        self.save(folder)
+        names = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self._processor.unk_id()}
+        config: dict[str, str | bool] = {key: self._processor.id_to_piece(i) for key, i in names.items()}
+        adds_space = self._processor.id_to_piece(self._processor.encode("a"))[0].startswith(_SPACE_MARK)
+        config |= {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": adds_space, "legacy": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def train_sentencepiece(texts: Iterable[str]) -> bytes:

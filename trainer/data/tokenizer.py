@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
         """Write what `load_tokenizer(str(folder))` needs to return the same tokenizer."""
         ...
 
+    def save_for_hf(self, folder: Path) -> None:
+        """Write what Hugging Face's AutoTokenizer loads from a model's folder."""
+        ...
+
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer at `path`; a ValueError says what is wrong with it."""
