@@ -29,7 +29,8 @@ class Overlap:
     `bucketing` is "none", "auto", or "block": by the modules that the pattern `blocks` names, or, where there are any,
     by the patterns of `modules` ("tok_embeddings", "layers.*", "norm+output"). `world` is what the graphs will run on;
     with it what a plan does is forecast, and "auto" needs it, and `limit_bytes`: what a graph may hold at its peak.
-    `gather_groups` are pairs of process groups over the same ranks: gathers move from the first to the second.
+    `gather_groups` are pairs of process groups over the same ranks: gathers move from the first to the second. With
+    `join_scales` ranks agree on the float8 scales of all weights at once.
     """
 
     bucketing: str = "none"
@@ -39,6 +40,7 @@ class Overlap:
     world: World | None = None
     limit_bytes: float = 0.0
     gather_groups: tuple[tuple[str, str], ...] = ()
+    join_scales: bool = False
 
     def that_decides(self) -> Overlap:
         """Return what of it decides the graphs: a forecast changes nothing, unless the plan is made by it."""
@@ -67,6 +69,8 @@ def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[
     `axes` maps names of process groups to mesh axes.
     """
     move_gathers(gm, dict(overlap.gather_groups))
+    if overlap.join_scales:
+        join_scales(gm, axes)
     if overlap.bucketing == "none" and not overlap.reorder:
         return []
     world = overlap.world
@@ -92,6 +96,19 @@ def move_gathers(gm: GraphModule, groups: Mapping[str, str]) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
             if node in weights and node.args[-1] in groups:
                 node.args = (*node.args[:-1], groups[node.args[-1]])
+
+
+def join_scales(gm: GraphModule, axes: Mapping[str, str]) -> None:
+    """Merge the reductions that find the largest magnitudes of weights, into one for each process group.
+
+    One group's results are what the next one's take in, so they go one after the other.
+    """
+    groups = dict.fromkeys(c.group for c in find_collectives(gm, axes) if c.serves == "scale")
+    for group in groups:
+        merge(gm, [c for c in find_collectives(gm, axes) if c.serves == "scale" and c.group == group])
+        # Put them where they belong, and leave everything else where it is.
+        singles = [Staged(bucket.stage, *bucket.collectives) for bucket in plan_singly(find_collectives(gm, axes))]
+        reorder(gm, singles, overlap=False)
 
 
 def examine(gm: GraphModule, world: World, name: str) -> Candidate:
