@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.load import load_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state
+from trainer.config.check_float8 import CONVERTER
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
@@ -27,7 +28,7 @@ from trainer.dtypes import DTYPES
 from trainer.interrupt import Interrupt
 from trainer.launch import Launch
 from trainer.memory import device_capacity_bytes
-from trainer.metrics.peak_flops import Peak, peak_flops
+from trainer.metrics.peak_flops import Peak, listed_peak_flops, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
@@ -212,6 +213,7 @@ def _build_metrics(launch: Launch, place: Place, resume_step: int) -> Metrics:
         total_steps=config.training.steps,
         flops_per_token=launch.family.count_flops_per_token(launch.shape, config.training.seq_len),
         peak=_peak(config, place),
+        float8_peak=_float8_peak(config, place),
         device=place.device,
         ranks=place.world_size,
         color=not config.metrics.disable_color_printing,
@@ -222,6 +224,19 @@ def _peak(config: Config, place: Place) -> Peak:
     if config.metrics.peak_tflops:
         return Peak(config.metrics.peak_tflops * 1e12, "metrics.peak_tflops")
     return peak_flops(place.device, DTYPES[config.training.mixed_precision_param])
+
+
+def _float8_peak(config: Config, place: Place) -> Peak | None:
+    """Return what the device does at best in float8, where layers are float8 and the table has it."""
+    if CONVERTER not in config.model.converters:
+        return None
+    peak = listed_peak_flops(place.device, torch.float8_e4m3fn)
+    if peak is None and place.rank == 0:
+        log.info(
+            f"The float8 peak of {place.device} is not known: there is no mfu_float8, and mfu is of the peak in "
+            f"{config.training.mixed_precision_param}"
+        )
+    return peak
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import GraphModule
 
+from trainer.parallel.float8.cache import find_calls
 from trainer.parallel.graph_report import Agree, GraphReport, agreed_before_first_use, key_of
 from trainer.parallel.partition import Partition
 from trainer.parallel.regather import regather_in_backward
@@ -57,8 +58,9 @@ def build_backend(
     keep_order = KEEP_ORDER if partition.overlap.reorder else {}
 
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
-        patches = {"custom_partitioner_fn": partition, **keep_order}
-        with report.kept_under(key_of(gm, inputs, partition.uuid())):
+        calls = find_calls()
+        patches = {"custom_partitioner_fn": partition, "unsafe_marked_cacheable_functions": calls, **keep_order}
+        with report.kept_under(key_of(gm, inputs, f"{partition.uuid()} {calls}")):
             compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return agreed_before_first_use(compiled, report.order, agree)
 

@@ -70,7 +70,6 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, emulate: bool, fast: b
     )
 
 
-@torch._dynamo.allow_in_graph
 class _Linear(torch.autograd.Function):
     """Backward casts again what forward has cast: autograd keeps one copy of an input that several layers read."""
 
@@ -82,10 +81,9 @@ class _Linear(torch.autograd.Function):
         values: Tensor | None,
         scale: Tensor | None,
         inverse: Tensor | None,
-        recipe_name: str,
+        recipe: Recipe,
         emulate: bool,
     ) -> Tensor:
-        recipe = RECIPES[recipe_name]
         weight = whole if values is None else values
         ctx.save_for_backward(x, weight, scale, inverse)
         ctx.recipe, ctx.emulate = recipe, emulate
@@ -138,8 +136,24 @@ def _read_weight(weight: Tensor, scale: Tensor | None, inverse: Tensor | None) -
     return Scaled(values, inverse)
 
 
+# Dynamo would trace the function above step by step, forward and backward, for every layer: half of all compile time.
+# It leaves a call of this one in the graph instead, which AOTAutograd traces like anything else.
+@torch._dynamo.allow_in_graph
+def float8_linear(
+    x: Tensor,
+    whole: Tensor,
+    values: Tensor | None,
+    scale: Tensor | None,
+    inverse: Tensor | None,
+    recipe_name: str,
+    emulate: bool,
+) -> Tensor:
+    """Be the call that stands in captured graphs. Use `linear`."""
+    return _Linear.apply(x, whole, values, scale, inverse, RECIPES[recipe_name], emulate)
+
+
 def linear(x: Tensor, weight: Tensor | Weight, recipe: Recipe, *, emulate: bool) -> Tensor:
     """Return x @ weight.T in the dtype of `x`, its matmuls and those of backward in float8 as `recipe` says."""
     if isinstance(weight, Weight):
-        return _Linear.apply(x, weight.whole, weight.values, *weight.scale, recipe.name, emulate)
-    return _Linear.apply(x, weight, None, None, None, recipe.name, emulate)
+        return float8_linear(x, weight.whole, weight.values, *weight.scale, recipe.name, emulate)
+    return float8_linear(x, weight, None, None, None, recipe.name, emulate)
