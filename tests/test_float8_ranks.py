@@ -19,6 +19,7 @@ from trainer.models.llama.model import Llama, initial_std
 from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.float8.apply import Float8
+from trainer.parallel.float8.device import find_missing_float8
 from trainer.parallel.float8.gather import ReadWeight, gather_bytes
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import build_mesh
@@ -61,7 +62,8 @@ def build(case: Case) -> tuple[Llama, Any]:
     with torch.device("meta"):
         model = Llama(case.shape)
     layers = frozenset(name for name in linear_layers(case.shape) if name != "output")
-    float8 = Float8(layers, case.recipe, case.gather)
+    missing = find_missing_float8(torch.device("cpu"), case.recipe, case.param_dtype)
+    float8 = Float8(layers, case.recipe, case.gather, emulate=bool(missing))
     precision = Precision(case.param_dtype, torch.float32)
     parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, precision, *case.recompute, float8))
     initialize(model, torch.device("cpu"), initial_std(case.shape), seed=0)
@@ -80,7 +82,7 @@ def train(case: Case) -> Seen:
         enable=case.backend != "eager",
         backend=case.backend,
         loss_inside=True,
-        partition=Partition(case.regather, overlap=Overlap("block", reorder=True, join_scales=case.gather)),
+        partition=Partition(case.regather, join_scales=case.gather, overlap=Overlap("block", reorder=True)),
         report=report,
     )
     tokens = torch.randint(vocabulary, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -214,6 +216,6 @@ def test_compiled_graphs_give_the_numbers_of_eager_execution(
     if backend == "aot_eager":
         assert_same_bits(seen[1], seen[0])
     forward = " ".join(seen[1].lines["forward"])
-    assert "1 all_gather over dp_shard in uint8" in forward
+    assert "1 all_gather over dp_shard in float8 (uint8)" in forward
     assert "1 all_reduce over dp_shard in float32" in forward
-    assert "1 all_gather over dp_shard in uint8" in " ".join(seen[1].lines["backward"])
+    assert "1 all_gather over dp_shard in float8 (uint8)" in " ".join(seen[1].lines["backward"])

@@ -39,6 +39,7 @@ def build_partition(config: Config, overlap: Overlap = PLAIN) -> Partition:
     return Partition(
         regather=config.parallelism.fsdp_reshard_after_forward != "never",
         memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
+        join_scales=config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp,
         overlap=overlap,
     )
 
@@ -57,7 +58,6 @@ def build_overlap(config: Config, mesh: Mesh, backend: str, hardware: Hardware |
         world=world,
         limit_bytes=limit_bytes,
         gather_groups=tuple(mesh.gather_group_beside().items()),
-        join_scales=config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp,
     )
 
 

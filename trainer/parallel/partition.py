@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange, passes_key
+from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange, join_scales, passes_key
 from trainer.parallel.overlap.find import WAIT, find_weights
 from trainer.parallel.overlap.plan import check_patterns, find_modules
 
@@ -53,12 +53,14 @@ class Partition(CustomPartitionerFn):
     """Cuts joint graphs. With `regather`, gathered parameters are gathered again in backward instead of kept.
 
     `memory_budget` is the part of activation memory, from 0 to 1, that the cut may use; below 1 the partitioner chooses
-    what else to compute again, by a knapsack of run time against bytes. `overlap` says how collectives are bucketed and
-    ordered, `axes` which mesh axis a process group is.
+    what else to compute again, by a knapsack of run time against bytes. With `join_scales` ranks agree on the float8
+    scales of all weights at once. `overlap` says how collectives are bucketed and ordered, `axes` which mesh axis a
+    process group is.
     """
 
     regather: bool
     memory_budget: float = 1.0
+    join_scales: bool = False
     overlap: Overlap = PLAIN
     axes: tuple[tuple[str, str], ...] = ()
     record: Record | None = field(default=None, repr=False, compare=False)
@@ -80,6 +82,8 @@ class Partition(CustomPartitionerFn):
             restore(backward)
         graphs, plans = {"forward": forward, "backward": backward}, {}
         for name, part in graphs.items():
+            if self.join_scales:
+                join_scales(part, dict(self.axes))
             plans[name] = arrange(part, dict(self.axes), self.overlap)
             part.recompile()
         if self.record:

@@ -29,8 +29,7 @@ class Overlap:
     `bucketing` is "none", "auto", or "block": by the modules that the pattern `blocks` names, or, where there are any,
     by the patterns of `modules` ("tok_embeddings", "layers.*", "norm+output"). `world` is what the graphs will run on;
     with it what a plan does is forecast, and "auto" needs it, and `limit_bytes`: what a graph may hold at its peak.
-    `gather_groups` are pairs of process groups over the same ranks: gathers move from the first to the second. With
-    `join_scales` ranks agree on the float8 scales of all weights at once.
+    `gather_groups` are pairs of process groups over the same ranks: gathers move from the first to the second.
     """
 
     bucketing: str = "none"
@@ -40,7 +39,6 @@ class Overlap:
     world: World | None = None
     limit_bytes: float = 0.0
     gather_groups: tuple[tuple[str, str], ...] = ()
-    join_scales: bool = False
 
     def that_decides(self) -> Overlap:
         """Return what of it decides the graphs: a forecast changes nothing, unless the plan is made by it."""
@@ -69,8 +67,6 @@ def arrange(gm: GraphModule, axes: Mapping[str, str], overlap: Overlap) -> list[
     `axes` maps names of process groups to mesh axes.
     """
     move_gathers(gm, dict(overlap.gather_groups))
-    if overlap.join_scales:
-        join_scales(gm, axes)
     if overlap.bucketing == "none" and not overlap.reorder:
         return []
     world = overlap.world

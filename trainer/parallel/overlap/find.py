@@ -74,6 +74,12 @@ class Collective:
     modules: tuple[str, ...] = ()
 
     @property
+    def dtype_name(self) -> str:
+        """What travels; a weight in single bytes is float8, which not every backend knows."""
+        is_float8 = self.serves == "weight" and self.dtype.itemsize == 1
+        return "float8 (uint8)" if is_float8 else str(self.dtype).removeprefix("torch.")
+
+    @property
     def is_ours(self) -> bool:
         """Whether it is one that SimpleFSDP gathers a weight or sums a gradient with."""
         return self.serves in ("weight", "gradient")
@@ -247,8 +253,7 @@ def module_of(node: Node) -> str:
 
 def describe(c: Collective) -> str:
     """Say what a collective is, by what is the same on all ranks: shards that come out uneven differ in bytes."""
-    dtype = str(c.dtype).removeprefix("torch.")
-    return " ".join([c.kind, *filter(None, [c.op]), f"over {c.axis} in {dtype} for {', '.join(c.modules)}"])
+    return " ".join([c.kind, *filter(None, [c.op]), f"over {c.axis} in {c.dtype_name} for {', '.join(c.modules)}"])
 
 
 def summarize(collectives: list[Collective]) -> list[str]:
@@ -256,7 +261,7 @@ def summarize(collectives: list[Collective]) -> list[str]:
     count: Counter[tuple[str, str, str]] = Counter()
     taken: Counter[tuple[str, str, str]] = Counter()
     for c in collectives:
-        key = (c.kind, c.axis, str(c.dtype).removeprefix("torch."))
+        key = (c.kind, c.axis, c.dtype_name)
         count[key] += 1
         taken[key] += c.bytes_in
     return [

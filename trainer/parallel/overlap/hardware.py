@@ -182,8 +182,14 @@ HARDWARE = {
 }
 
 
-def find_hardware(name: str) -> Hardware:
-    """Return the description called `name`. ValueError, with all names, if there is none."""
+def find_hardware(name: str, *, float8: bool = False) -> Hardware:
+    """Return the description called `name`, with float8 if asked. ValueError, with all names, if there is none."""
     if name not in HARDWARE:
         raise ValueError(f"--hardware {name}: it is not described. Use one of {', '.join(HARDWARE)}.")
+    if float8 and HARDWARE[name].float8_flops is None:
+        able = [other for other, hardware in HARDWARE.items() if hardware.float8_flops]
+        raise ValueError(
+            f'--hardware {name}, model.converters = ["float8"]: no float8 peak is described for it. Use one of '
+            f"{', '.join(able)}, or leave the converter out."
+        )
     return HARDWARE[name]
