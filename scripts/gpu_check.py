@@ -40,6 +40,15 @@ ONE_BILLION = [
     *("--training.steps", "12", "--lr_scheduler.warmup_steps", "2", "--metrics.log_freq", "1"),
     *("--training.global_batch_size", "-1", "--validation.enable", "false", "--checkpoint.enable", "false"),
 ]
+# Blocks of Llama 3.1 8B, four of them, over the same text.
+EIGHT_BILLION_BLOCKS = [
+    *("--config", "llama3_8b", "--model.args.n_layers", "4", "--model.args.vocab_size", "512"),
+    *("--model.tokenizer_path", "bytes", "--training.dataset", "stdlib", "--training.dataset_path", ""),
+    *("--training.steps", "12", "--lr_scheduler.warmup_steps", "2", "--metrics.log_freq", "1"),
+    *("--training.global_batch_size", "-1", "--validation.enable", "false", "--checkpoint.enable", "false"),
+]
+FLOAT8 = ["--model.converters", "float8"]
+FLOAT8_LOSS = 0.02  # how far a loss may be from bfloat16's after so few steps, relative
 SMALL = [
     "--model.args.n_layers",
     "1",
@@ -204,6 +213,23 @@ def check_speed(folder: Path, name: str, *arguments: str) -> str:
     )
 
 
+def check_float8(folder: Path) -> str:
+    """Speed over bfloat16 and distance of the loss, by recipe."""
+    small = [] if has_gpu() else [*SMALL, "--model.args.n_heads", "4", "--model.args.n_kv_heads", "2"]
+    logged = {}
+    for name in ("bfloat16", "tensorwise", "rowwise"):
+        recipe = [] if name == "bfloat16" else [*FLOAT8, "--quantize.linear.float8.recipe_name", name]
+        logged[name] = train(folder / f"float8-{name}", *EIGHT_BILLION_BLOCKS, *small, *recipe)[-1]
+    plain = logged.pop("bfloat16")
+    said = [f"bfloat16 {plain['tps']:,.0f} tokens/s, loss {plain['loss']:.4f}"]
+    for name, last in logged.items():
+        off = last["loss"] / plain["loss"] - 1
+        said.append(f"{name} {last['tps'] / plain['tps']:.2f} times that, loss {off:+.2%}")
+        if not abs(off) <= FLOAT8_LOSS:
+            raise Failed("; ".join(said))
+    return "; ".join(said)
+
+
 CHECKS: dict[str, Callable[[Path], str]] = {
     "tests of the device": check_tests,
     "start, cold and warm": check_cold_and_warm_start,
@@ -213,6 +239,7 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "1B, recompute op": lambda folder: check_speed(folder, "op", "--activation_checkpoint.mode", "selective"),
     "1B, recompute full": lambda folder: check_speed(folder, "full", "--activation_checkpoint.mode", "full"),
     "1B, not compiled": lambda folder: check_speed(folder, "eager", "--compile.enable", "false"),
+    "float8 beside bfloat16, 8B blocks": check_float8,
     "parity of one process": check_parity,
 }
 

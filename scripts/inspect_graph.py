@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.config.check import accumulation_steps, check_config
+from trainer.config.check_float8 import CONVERTER, SECTION
 from trainer.config.load import ConfigError, load_config
-from trainer.config.schema import Config
+from trainer.config.schema import Config, Float8, replace
 from trainer.door import EXIT_REFUSED, open_door
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "published_runs.toml"
@@ -43,21 +45,23 @@ def main(argv: list[str]) -> int:
     from trainer.parallel.overlap.hardware import find_hardware  # imports torch, which --help needs not wait for
 
     try:
-        hardware = find_hardware(arguments.hardware)
         if arguments.published:
-            print_published(hardware)
+            print_published(find_hardware(arguments.hardware))
             return 0
         loaded = load_config(settings_argv)
         world_size = loaded.flags.world_size or 1
         problems = check_config(loaded.config, world_size)
         if problems:
             raise ConfigError(problems)
+        is_float8 = CONVERTER in loaded.config.model.converters
+        hardware = find_hardware(arguments.hardware, float8=is_float8)
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
     forecasts, floors = inspect(loaded.config, world_size, hardware)
     title = f"{loaded.config.model.name} {loaded.config.model.flavor} on {world_size} ranks of {hardware.name}"
-    print("\n".join([title, "", *table(forecasts, floors), "", *list_buckets(forecasts)]))
+    gain = describe_gain(loaded.config, world_size, hardware, forecasts) if is_float8 else []
+    print("\n".join([title, "", *table(forecasts, floors), *gain, "", *list_buckets(forecasts)]))
     write_timelines(arguments, forecasts, title)
     return 0
 
@@ -83,7 +87,7 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
             build_loss_of(config, mesh),
             rows=training.local_batch_size,
             seq_len=training.seq_len,
-            partition=build_partition(config),
+            partition=dataclasses.replace(build_partition(config), axes=tuple(mesh.axis_of_group().items())),
             backend=backend,
             loss_inside="loss" in config.compile.components,
         )
@@ -98,6 +102,17 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
         blocks = FAMILIES[config.model.name].blocks
         found = forecast(traced, world, step, blocks=blocks, limit_bytes=hardware.memory_bytes)
         return found, floors(traced, world)
+
+
+def describe_gain(config: Config, world_size: int, hardware: Any, forecasts: list[Any]) -> list[str]:
+    """Return a line for each plan: what the config's step takes, and what it would without float8."""
+    section = {f"{SECTION}.{name}": value for name, value in dataclasses.asdict(Float8()).items()}
+    plain, _ = inspect(replace(config, {"model.converters": (), **section}), world_size, hardware)
+    return [
+        f"float8 {found.plan:6} {found.seconds * 1e3:.1f} ms, and {other.seconds * 1e3:.1f} without: predicted gain "
+        f"{other.seconds / found.seconds:.2f} times"
+        for found, other in zip(forecasts, plain, strict=True)
+    ]
 
 
 def table(forecasts: list[Any], floors: dict[str, float]) -> list[str]:
@@ -146,7 +161,7 @@ def _bucket_line(c: Any) -> tuple[str, str]:
 
     name = name_bucket(c.modules)
     held = ", ".join(module.removeprefix(f"{name}.") for module in c.modules)
-    return name, f"{c.kind} {max(c.bytes_in, c.bytes_out) / 1e6:,.1f} MB over {c.axis}: {held}"
+    return name, f"{c.kind} {max(c.bytes_in, c.bytes_out) / 1e6:,.1f} MB in {c.dtype_name} over {c.axis}: {held}"
 
 
 def _join_equal(buckets: list[tuple[str, str]]) -> list[str]:

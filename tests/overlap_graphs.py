@@ -17,6 +17,7 @@ from trainer.models.llama.config import DEBUG, LlamaConfig
 from trainer.models.llama.model import Llama, initial_std
 from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.parallel.compile import build_sum_losses
+from trainer.parallel.float8.apply import NOTHING_IN_FLOAT8, Float8
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange
@@ -72,6 +73,7 @@ def trace(
     recompute: tuple[str, str] = ("none", ""),
     precision: Precision = MIXED,
     overlap: Overlap = PLAIN,
+    float8: Float8 = NOTHING_IN_FLOAT8,
     change: Callable[[nn.Module], None] | None = None,
 ) -> Graphs:
     """Trace one step of a Llama. `change` may alter the model once it is parallelized."""
@@ -80,7 +82,7 @@ def trace(
         mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard, tp=tp)
         with torch.device("meta"):
             model = Llama(shape)
-        parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, precision, *recompute))
+        parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, precision, *recompute, float8))
         initialize(model, torch.device("cpu"), initial_std(shape), seed=0)
         if change:
             change(model)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     ("trainer.config", 0),
     ("trainer.models.llama.config", 0),
+    ("trainer.models.llama.plan", 0),
     ("trainer.log", 0),
     ("trainer.metrics.speed", 0),
     ("trainer.metrics.clock", 0),

@@ -289,7 +289,7 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
 
 def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     file = write(
-        tmp_path, '[training]\nstep = 3\nseq_len = "x"\n[optimizer]\nname = "Adm"\n[model]\nconverters = ["float8"]'
+        tmp_path, '[training]\nstep = 3\nseq_len = "x"\n[optimizer]\nname = "Adm"\n[model]\nconverters = ["mx"]'
     )
     argv = ["--config", file, "--training.gc_freq", "0", "--foo", "1", "stray"]
 

@@ -203,8 +203,15 @@ def test_neutral_values_are_accepted_and_others_refused_with_the_reason(name: st
 
 @pytest.mark.parametrize("name", RENAMED)
 def test_old_names_mean_our_settings(name: str) -> None:
-    kind = settings(Config)[RENAMED[name]].type
-    text, value = {"bool": ("false", False), "int": ("3", 3), "float": ("0.5", 0.5), "str": ("x", "x")}[str(kind)]
+    setting = settings(Config)[RENAMED[name]]
+    kind, words = setting.type, [*setting.metadata["choices"], "x"]
+    text, value = {
+        "bool": ("false", False),
+        "int": ("3", 3),
+        "float": ("0.5", 0.5),
+        "str": (words[0], words[0]),
+        "tuple[str, ...]": ("x,y", ("x", "y")),
+    }[str(kind)]
     loaded = load_config([f"--{name}", text])
     assert get(loaded.config, RENAMED[name]) == value
     assert loaded.origins[RENAMED[name]] == "command line"

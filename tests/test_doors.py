@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken(folder / "file", "in the place of a folder")
     broken(
         folder / "v02.toml",
-        "[parallelism]\ncontext_parallel_degree = 2\n[model]\nconverters = ['float8']\n",
+        "[parallelism]\ncontext_parallel_degree = 2\n[model]\nconverters = ['mx']\n",
     )
     run_ranks(launch_all, 1, [arguments(folder, training__steps=2)])
     return folder

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trainer.metrics import peak_flops as module
-from trainer.metrics.peak_flops import peak_flops
+from trainer.metrics.peak_flops import listed_peak_flops, peak_flops
 from trainer.metrics.speed import Peak
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -124,8 +124,12 @@ def test_the_measured_peak_is_not_below_an_ordinary_matmul():
     assert ordinary / 2 < peak < ordinary * 100  # wide: other processes run; a wrong count of operations is 1e3 off
 
 
-def test_float8_is_measured_in_bfloat16_and_says_so():
-    assert "bfloat16" in peak_flops(torch.device("cpu"), FP8).source
+def test_a_device_without_a_listed_float8_peak_has_none_and_not_that_of_another_dtype(on_cuda):
+    assert listed_peak_flops(torch.device("cpu"), FP8) is None
+    on_cuda("NVIDIA A100-SXM4-80GB", BF16)
+    assert listed_peak_flops(torch.device("cuda", 0), FP8) is None
+    on_cuda("NVIDIA H100 80GB HBM3", BF16)
+    assert listed_peak_flops(torch.device("cuda", 0), FP8).flops_per_second == pytest.approx(1978.9e12)
 
 
 def test_measuring_leaves_the_random_state_alone():

@@ -52,6 +52,12 @@ def test_a_step_without_timing_has_dashes_nulls_and_no_points():
     assert left_out >= {"throughput(tps)", "tflops", "mfu(%)", "time_metrics/end_to_end(s)"}
 
 
+def test_a_float8_run_has_its_own_mfu_beside_the_familiar_one():
+    shown = report(10, speed=SPEED._replace(mfu_float8_percent=6.2)).line(110, color=False)
+    assert "mfu: 12.34%" in shown
+    assert shown.endswith("mfu_float8: 6.20%")
+
+
 def test_the_row_has_every_promised_key():
     promised = "step loss grad_norm lr tps tps_global tflops mfu memory_gib data_seconds step_seconds tokens_seen"
     row = REPORT.row()

@@ -30,5 +30,11 @@ def test_mfu_is_unknown_without_a_peak():
     assert speed.tps == 1000
 
 
+def test_the_float8_peak_has_a_number_of_its_own():
+    speed = compute_speed(LAP, 4, 6e9, peak=Peak(50e12, "by hand"), float8_peak=Peak(100e12, "by hand"))
+    assert speed.mfu_percent == pytest.approx(12)
+    assert speed.mfu_float8_percent == pytest.approx(6)
+
+
 def test_nothing_timed_has_no_speed():
     assert compute_speed(Totals(steps=1), ranks=1, flops_per_token=1.0, peak=None) == Speed()

@@ -22,6 +22,7 @@ from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.rng import random_state, restore_random_state, seed_random
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.together import gather_everywhere, is_first, run_together
+from trainer.config.check_float8 import CONVERTER
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
@@ -33,7 +34,7 @@ from trainer.initial import find_initial
 from trainer.interrupt import Interrupt
 from trainer.launch import Launch
 from trainer.memory import device_capacity_bytes
-from trainer.metrics.peak_flops import Peak, peak_flops
+from trainer.metrics.peak_flops import Peak, listed_peak_flops, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, build_accumulate
@@ -223,6 +224,7 @@ def _build_metrics(launch: Launch, place: Place, resume_step: int) -> Metrics:
         total_steps=config.training.steps,
         flops_per_token=launch.family.count_flops_per_token(launch.shape, config.training.seq_len),
         peak=_peak(config, place),
+        float8_peak=_float8_peak(config, place),
         device=place.device,
         ranks=place.world_size,
         color=not config.metrics.disable_color_printing,
@@ -243,6 +245,19 @@ def _peak(config: Config, place: Place) -> Peak:
     if config.metrics.peak_tflops:
         return Peak(config.metrics.peak_tflops * 1e12, "metrics.peak_tflops")
     return peak_flops(place.device, DTYPES[config.training.mixed_precision_param])
+
+
+def _float8_peak(config: Config, place: Place) -> Peak | None:
+    """Return what the device does at best in float8, where layers are float8 and the table has it."""
+    if CONVERTER not in config.model.converters:
+        return None
+    peak = listed_peak_flops(place.device, torch.float8_e4m3fn)
+    if peak is None and place.rank == 0:
+        log.info(
+            f"The float8 peak of {place.device} is not known: there is no mfu_float8, and mfu is of the peak in "
+            f"{config.training.mixed_precision_param}"
+        )
+    return peak
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

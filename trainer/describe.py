@@ -10,12 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from trainer.build import Run
 from trainer.config.check import accumulation_steps, resolve_global_batch_size
+from trainer.config.check_float8 import CONVERTER, describe_choices
 from trainer.config.schema import Config
 from trainer.fit import estimate_launch
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import split_by_decay
 from trainer.parallel.mesh import Mesh
-from trainer.parts import build_mesh_of, build_sharded_model
+from trainer.parts import build_mesh_of, build_sharded_model, choose_float8_of
 
 
 def describe_launch(run: Run) -> list[str]:
@@ -51,6 +52,7 @@ def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> l
         f"placed {', '.join(placements)} over {mesh.storage.mesh_dim_names}",
         f"Precision: parameters and moments {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient sums {training.mixed_precision_reduce}, loss and gradient norm float32",
+        *_describe_float8(config),
         f"Optimizer {config.optimizer.name}: weight decay {config.optimizer.weight_decay} on {len(decayed)} "
         f"parameters, none on {len(not_decayed)} ({', '.join(config.optimizer.no_decay)})",
         f"Batch: {training.local_batch_size} rows x {mesh.data_ranks} data ranks x "
@@ -58,6 +60,23 @@ def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> l
         f"{rows * training.seq_len:,} tokens per step",
         f"Memory estimate: {estimate_launch(config, world_size)}",
     ]
+
+
+def _describe_float8(config: Config) -> list[str]:
+    """Say which layers are float8, how, and what that means for the law."""
+    if CONVERTER not in config.model.converters:
+        return []
+    options = config.quantize.linear.float8
+    travel = "float8" if options.enable_fsdp_float8_all_gather else config.training.mixed_precision_param
+    how = f"by {options.recipe_name}, weights gathered in {travel}{', emulated' if options.emulate else ''}"
+    title, *table = describe_choices(choose_float8_of(config))
+    lines = [f"{title} {how}", *table]
+    if options.recipe_name == "tensorwise":
+        lines.append(
+            "float8 tensorwise scales activations and gradients by the largest value of a rank's microbatch: mesh and "
+            "microbatches change values below 2**-15 of that by rounding (docs/float8.md)"
+        )
+    return lines
 
 
 def describe_dry_run(config: Config, world_size: int) -> list[str]:

@@ -7,6 +7,7 @@ raised at once, as a ConfigError. What is wrong between settings was found befor
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed import Place
 from trainer.fit import check_memory
 from trainer.models.registry import FAMILIES, Family, build_shape
+from trainer.parts import find_missing_float8_of, refuse_float8
 from trainer.resume import DATASET, Resume, check_experiment, fill_from_checkpoint, warn_of_idle, warn_of_skipped
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def plan_launch(config: Config, place: Place, resume: Resume) -> Launch:
         *_check_dump_folder(Path(config.job.dump_folder)),
         *check_memory(config, place),
         *_check_async_mode(config, place),
+        *_check_float8(config, place),
     ]
     launch = Launch(config, family, shape, _prepare(config, shape, problems), resume)
     accepted = set(config.checkpoint.accept_changes)
@@ -118,6 +123,16 @@ def _check_async_mode(config: Config, place: Place) -> list[str]:
         f'checkpoint.async_mode = "{ASYNC_PINNED}": only a GPU\'s memory is copied through pinned memory, and this run '
         f'trains on {place.device}. Use checkpoint.async_mode = "{ASYNC}", which copies to ordinary memory.'
     ]
+
+
+def _check_float8(config: Config, place: Place) -> list[str]:
+    """Refuse a GPU without float8; a CPU without emulates it, and says so."""
+    missing = find_missing_float8_of(config, place.device)
+    if missing and place.device.type != "cpu":
+        return [refuse_float8(config, missing)]
+    if missing and place.rank == 0:
+        log.warning(f"float8 is emulated: {missing}")
+    return []
 
 
 def _fill_from_launch(config: Config, world_size: int) -> Config:

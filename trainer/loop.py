@@ -31,6 +31,7 @@ from trainer.generate import before_stop, generate
 from trainer.metrics.report import StepMetrics
 from trainer.parallel.compile import report_compilation
 from trainer.parallel.next_logits import build_next_logits
+from trainer.parallel.parameters import find_not_finite
 from trainer.resume import checkpoint_folder
 from trainer.step import StepValues, train_step
 
@@ -169,6 +170,17 @@ class Loop:
             where = "the gradient; the loss of every rank is finite"
         if self.run.place.rank == 0:
             log.error(f"Step {step} is not finite: loss {loss}, grad_norm {grad_norm}. Not finite is {where}")
+        self._name_bad_parameter()
+
+    def _name_bad_parameter(self) -> None:
+        """Collective over the host group. Name the first parameter that has not been finite before, if any."""
+        run = self.run
+        parameters = dict(run.model.named_parameters())
+        bad = {name for found in gather_objects(find_not_finite(parameters), run.host_group) for name in found}
+        first = next((name for name in parameters if name in bad), None)
+        if first and run.place.rank == 0:
+            of_float8 = ", and with it its float8 scale where it has one" if run.config.model.converters else ""
+            log.error(f"Before the step, the first parameter that is not finite is {first}{of_float8}")
 
     def _is_validation_due(self) -> bool:
         run, step = self.run, self.run.state.step

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from trainer.config.check import dp_degrees
+from trainer.config.check_float8 import CONVERTER, SECTION, Choice, choose_float8
+from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.dtypes import DTYPES
 from trainer.fit import graph_limit_bytes
@@ -17,6 +19,8 @@ from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import Optimizer
 from trainer.parallel.compile import SumTokenLosses, build_sum_losses
+from trainer.parallel.float8.apply import Float8
+from trainer.parallel.float8.device import find_missing_float8
 from trainer.parallel.graph_report import Agree, GraphReport
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.overlap.arrange import PLAIN, Overlap
@@ -35,6 +39,7 @@ def build_partition(config: Config, overlap: Overlap = PLAIN) -> Partition:
     return Partition(
         regather=config.parallelism.fsdp_reshard_after_forward != "never",
         memory_budget=settings.memory_budget if settings.mode == "memory_budget" else 1.0,
+        join_scales=config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp,
         overlap=overlap,
     )
 
@@ -64,6 +69,46 @@ def build_mesh_of(config: Config, device: torch.device, world_size: int) -> Mesh
     return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp, separate_gathers=separate_gathers)
 
 
+def choose_float8_of(config: Config) -> list[Choice]:
+    """Return, for each linear layer of the config's model, whether it computes in float8, or why not."""
+    return choose_float8(config, FAMILIES[config.model.name].linear_layers(build_shape(config)))
+
+
+def build_float8(config: Config, device: torch.device) -> Float8:
+    """Return which layers of the config's model compute in float8 on `device`, and how. ConfigError where it can't be.
+
+    A CPU whose kernels lack something emulates it.
+    """
+    options = config.quantize.linear.float8
+    missing = find_missing_float8_of(config, device)
+    if missing and device.type != "cpu":
+        raise ConfigError([refuse_float8(config, missing)])
+    return Float8(
+        layers=frozenset(choice.name for choice in choose_float8_of(config) if choice.is_chosen),
+        recipe=options.recipe_name,
+        gather=options.enable_fsdp_float8_all_gather,
+        emulate=options.emulate or bool(missing),
+    )
+
+
+def find_missing_float8_of(config: Config, device: torch.device) -> str:
+    """Return why `device` can't multiply as the config's float8 recipe does; empty where it can or needn't."""
+    options = config.quantize.linear.float8
+    if CONVERTER not in config.model.converters or options.emulate:
+        return ""
+    return find_missing_float8(device, options.recipe_name, DTYPES[config.training.mixed_precision_param])
+
+
+def refuse_float8(config: Config, missing: str) -> str:
+    """Say that a device lacks float8: `missing` is what it can't do."""
+    return (
+        f"model.converters = {list(config.model.converters)}, {SECTION}.recipe_name = "
+        f"{config.quantize.linear.float8.recipe_name!r}\nThe device must multiply float8 matrices, and doesn't: "
+        f"{missing}. Use another device or recipe, leave the converter out, or, for the same numbers without the "
+        f"speed, set {SECTION}.emulate = true."
+    )
+
+
 def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
     """Build the config's model on the meta device, parallelized over `mesh`."""
     family = FAMILIES[config.model.name]
@@ -78,6 +123,7 @@ def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
         precision=precision,
         recompute_mode=settings.mode,
         recompute_option=settings.selective_ac_option,
+        float8=build_float8(config, torch.device(mesh.axes.device_type)),
     )
     parallelize(model, mesh, layout)
     return model

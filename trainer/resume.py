@@ -138,4 +138,6 @@ def _changed(now: dict[str, Any], resume: Resume) -> list[str]:
     names = now.keys() | stored.keys()
     if DATASET not in now:  # the data isn't prepared yet
         names.discard(DATASET)
-    return sorted(name for name in names if now.get(name) != stored.get(name))
+    # A checkpoint from before a setting existed was made with what is its default.
+    before = experiment_half(Config()) | stored
+    return sorted(name for name in names if now.get(name) != before.get(name))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from trainer.config.arithmetic import divisors, list_some
+from trainer.config.check_float8 import check_float8
 from trainer.config.schema import Config
 from trainer.config.values import list_words, nearest_hint, write_value
 from trainer.models.llama.config import FLAVORS, LlamaConfig, build_llama_config, parameter_names, weight_modules
@@ -50,6 +51,7 @@ def check_model(config: Config) -> Iterator[str]:
     yield from _check_tensor_parallel(config, c)
     yield from _check_selected_blocks(config, c)
     yield from _check_patterns(config, c)
+    yield from check_float8(config, c)
 
 
 def _check_rope(c: LlamaConfig) -> Iterator[str]:

@@ -74,6 +74,9 @@ class Model:
         "one. Empty: trained from the embedded corpus. Its content, not its path, belongs to the experiment.",
         unit="path",
     )
+    converters: tuple[str, ...] = experiment(
+        (), "What the model is turned into before training; see quantize.linear.float8.", choices=("float8",)
+    )
     args: ModelArgs = field(default_factory=ModelArgs)
 
 
@@ -107,6 +110,39 @@ class Training:
         "float32", "Gradients while they are summed over data ranks.", choices=("float32", "bfloat16")
     )
     gc_freq: int = machine(50, "Python's garbage collector runs every so many steps only.", unit="steps", minimum=1)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Used where model.converters has "float8"."""
+
+    recipe_name: str = experiment(
+        "tensorwise",
+        "One scale for each matrix, or one for each row; rowwise_with_gw_hp has weight gradients in high precision.",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
+    filter_fqns: tuple[str, ...] = experiment(
+        ("output",),
+        "Linear layers in whose names one of these patterns is found stay as they are; each must be found in one. "
+        '"auto_filter_small_kn" stands for layers too small to gain.',
+    )
+    enable_fsdp_float8_all_gather: bool = machine(
+        False, "Gather weights in float8: the shard is cast before it travels. Needs recipe tensorwise."
+    )
+    precompute_float8_dynamic_scale_for_fsdp: bool = machine(
+        False, "Let ranks agree on the scales of all weights in one small collective, instead of one for each weight."
+    )
+    emulate: bool = machine(False, "Multiply the same values in the compute dtype, on devices without float8.")
+
+
+@dataclass(frozen=True)
+class QuantizeLinear:
+    float8: Float8 = field(default_factory=Float8)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
 
 
 @dataclass(frozen=True)
@@ -296,6 +332,7 @@ class Config:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
+    quantize: Quantize = field(default_factory=Quantize)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)

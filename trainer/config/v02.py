@@ -15,6 +15,11 @@ import tomli
 from trainer.config.schema import Config, get
 from trainer.config.values import NONE, SWITCH_WORDS, Given, list_words, write_value
 
+_FLOAT8_KEYS = (
+    *("emulate", "enable_fsdp_float8_all_gather", "filter_fqns", "precompute_float8_dynamic_scale_for_fsdp"),
+    "recipe_name",
+)
+
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
@@ -23,6 +28,7 @@ RENAMED = {
     "training.compile": "compile.enable",
     "training.deterministic": "debug.deterministic",
     "training.seed": "debug.seed",
+    **{f"float8.{key}": f"quantize.linear.float8.{key}" for key in _FLOAT8_KEYS},
 }
 
 VALUE_ALIASES = {"model.name": {"llama3_simple_fsdp": "llama3", "simple_fsdp.llama3": "llama3"}}
@@ -56,7 +62,6 @@ class Unsupported(NamedTuple):
 
 _NO_PIPELINE = "Pipeline parallelism is not there yet; use the data parallel degrees"
 _NO_EXPERTS = "There are no models with experts"
-_NO_FLOAT8 = "float8 and other converters are not there yet; use training.mixed_precision_param"
 _NO_PROFILER = "The profiler is not there yet"
 _NO_PASSES = "Passes over the graph are chosen by compile.bucketing and compile.reorder"
 _ROWS_ON_DEMAND = "Rows are read from memory-mapped files without workers"
@@ -96,6 +101,9 @@ UNSUPPORTED = {
     "experimental.custom_args_module": Unsupported(("", "*simple_fsdp*"), _MODULES),
     "experimental.custom_import": Unsupported(("", "*simple_fsdp*"), _MODULES),
     "fault_tolerance.enable": Unsupported((False,), "torchft is not supported; a restarted run resumes"),
+    "float8.force_recompute_fp8_weight_in_bwd": Unsupported(
+        (False,), "What is gathered and cast again in backward is said by parallelism.fsdp_reshard_after_forward"
+    ),
     "job.config_file": Unsupported(("",), 'Use --config, or extends = "base.toml" at the top of the file'),
     "job.custom_config_module": Unsupported(("", "*simple_fsdp*"), _MODULES),
     "job.print_args": Unsupported((False,), "Use the flag --print-config"),
@@ -105,7 +113,6 @@ UNSUPPORTED = {
     "memory_estimation.enabled": Unsupported((False,), "Use --dry-run --world-size N"),
     "metrics.enable_wandb": Unsupported((False,), "Weights & Biases is not there yet; see metrics.enable_tensorboard"),
     "metrics.save_for_all_ranks": Unsupported((False,), "Rank 0 writes the metrics, which are those of all ranks"),
-    "model.converters": Unsupported(([],), _NO_FLOAT8),
     "optimizer.early_step_in_backward": Unsupported((False,), "Gradients are clipped before the step, after backward"),
     "optimizer.implementation": Unsupported(
         ("fused",), "Only the fused kernels can leave weights and moments as they are after a step that isn't finite"
@@ -143,8 +150,6 @@ _INERT_KEYS = {
     "fault_tolerance": """fragment_sync_delay fragment_update_alpha group_size min_replica_size num_fragments
         module_fqns_per_model_fragment process_group process_group_timeout_ms replica_id semi_sync_method
         should_quantize sync_steps""",
-    "float8": """emulate enable_fsdp_float8_all_gather filter_fqns force_recompute_fp8_weight_in_bwd
-        precompute_float8_dynamic_scale_for_fsdp recipe_name""",
     "job": "use_for_integration_test",
     "memory_estimation": "disable_fake_mode",
     "model": "print_after_conversion",
@@ -157,8 +162,6 @@ _INERT_KEYS = {
     "profiling": "profile_freq profiler_active profiler_warmup save_memory_snapshot_folder save_traces_folder",
     "quantize.grouped_mm.float8": "fqns",
     "quantize.grouped_mm.mx": "fqns recipe_name",
-    "quantize.linear.float8": """emulate enable_fsdp_float8_all_gather filter_fqns recipe_name
-        precompute_float8_dynamic_scale_for_fsdp""",
     "quantize.linear.mx": "filter_fqns mxfp8_dim1_cast_kernel_choice recipe_name",
     "training": "debug_moe_force_load_balance",
     "training.dataloader": "persistent_workers prefetch_factor",

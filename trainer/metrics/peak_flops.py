@@ -144,12 +144,15 @@ _LARGEST_SIZE = 16384  # three such matrices fit on any accelerator
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """Find the dense peak of `device` multiplying in `dtype`, or measure it (in under a second)."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        listed = _look_up(properties.name, _kind_of(dtype), properties.multi_processor_count)
-        if listed is not None:
-            return listed
-    return _measure(device, dtype)
+    return listed_peak_flops(device, dtype) or _measure(device, dtype)
+
+
+def listed_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Find the dense peak of `device` multiplying in `dtype` in the table; None where it isn't there."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return _look_up(properties.name, _kind_of(dtype), properties.multi_processor_count)
 
 
 def _look_up(name: str, kind: str, compute_units: int) -> Peak | None:
@@ -179,12 +182,7 @@ def _tf32_is_allowed() -> bool:
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Time square matmuls of growing size; on a CPU, with the threads this rank has.
-
-    There is no plain matmul of float8 matrices: there bfloat16 is measured, and the source says so.
-    """
-    if _kind_of(dtype) == "float8":
-        dtype = torch.bfloat16
+    """Time square matmuls of growing size; on a CPU, with the threads this rank has."""
     deadline = time.perf_counter() + MEASURE_SECONDS
     size, best, seconds = _FIRST_SIZE, 0.0, 0.0
     while time.perf_counter() + _RUNS * seconds < deadline:

@@ -72,6 +72,7 @@ class StepReport:
             "tps_global": speed.tps_global,
             "tflops": speed.tflops,
             "mfu": speed.mfu_percent,
+            "mfu_float8": speed.mfu_float8_percent,
             "memory_gib": self.memory.gib,
             "step_seconds": speed.step_seconds,
             "data_seconds": self.data_seconds,
@@ -95,6 +96,7 @@ class StepReport:
             "throughput_global(tps)": speed.tps_global,
             "tflops": speed.tflops,
             "mfu(%)": speed.mfu_percent,
+            "mfu_float8(%)": speed.mfu_float8_percent,
             "time_metrics/end_to_end(s)": speed.step_seconds,
             "time_metrics/data_loading(s)": self.data_seconds,
             "time_metrics/data_loading(%)": data_percent,
@@ -114,6 +116,8 @@ class StepReport:
             (f"mfu: {_or_dash(speed.mfu_percent, '.2f', '%'):>6}", "magenta"),
             (f"eta: {_time_left(total_steps - m.step, speed.step_seconds)}", "yellow"),
         ]
+        if speed.mfu_float8_percent is not None:
+            fields.append((f"mfu_float8: {speed.mfu_float8_percent:.2f}%", "magenta"))
         if self.lap.compile_seconds > 0:
             fields.append((f"compile: {self.lap.compile_seconds:.1f}s", "red"))
         return join_fields(fields, color=color)

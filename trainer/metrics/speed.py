@@ -24,9 +24,12 @@ class Speed(NamedTuple):
     tps_global: float | None = None
     tflops: float | None = None  # TFLOP/s of one device
     mfu_percent: float | None = None  # None as well without a peak
+    mfu_float8_percent: float | None = None  # of the float8 peak, where layers are float8 and it is known
 
 
-def compute_speed(lap: Totals, ranks: int, flops_per_token: float, peak: Peak | None) -> Speed:
+def compute_speed(
+    lap: Totals, ranks: int, flops_per_token: float, peak: Peak | None, float8_peak: Peak | None = None
+) -> Speed:
     """Compute the speed of the timed steps of `lap`.
 
     MFU, after PaLM (arXiv 2204.02311, appendix B), is the observed tokens per second over those of a system that
@@ -34,7 +37,8 @@ def compute_speed(lap: Totals, ranks: int, flops_per_token: float, peak: Peak | 
 
         mfu = tokens per second / (ranks * peak FLOP/s / FLOPs per token)
 
-    `flops_per_token` is of the whole model, forward and backward; recomputed activations are not counted.
+    `flops_per_token` is of the whole model, forward and backward; recomputed activations are not counted. `peak` is the
+    compute dtype's also where layers multiply in float8; against `float8_peak` is another number of another name.
     """
     if lap.timed_tokens == 0 or lap.timed_seconds <= 0:
         return Speed()
@@ -46,5 +50,10 @@ def compute_speed(lap: Totals, ranks: int, flops_per_token: float, peak: Peak | 
         tps=tps,
         tps_global=tps_global,
         tflops=flops_per_second / 1e12,
-        mfu_percent=None if peak is None else 100 * flops_per_second / peak.flops_per_second,
+        mfu_percent=_percent_of(peak, flops_per_second),
+        mfu_float8_percent=_percent_of(float8_peak, flops_per_second),
     )
+
+
+def _percent_of(peak: Peak | None, flops_per_second: float) -> float | None:
+    return None if peak is None else 100 * flops_per_second / peak.flops_per_second

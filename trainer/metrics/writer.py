@@ -40,6 +40,7 @@ class _Run(NamedTuple):
     total_steps: int
     flops_per_token: float
     peak: Peak | None
+    float8_peak: Peak | None
     device: torch.device
     ranks: int
     color: bool
@@ -92,7 +93,7 @@ class Metrics:
         if self._file is None:
             return
         run, lap = self._run, self._clock.lap(metrics.step)
-        speed = compute_speed(lap, run.ranks, run.flops_per_token, run.peak)
+        speed = compute_speed(lap, run.ranks, run.flops_per_token, run.peak, run.float8_peak)
         report = StepReport(metrics, lap, speed, _read_memory(run.device))
         logger.info(report.line(run.total_steps, color=run.color))
         self._file.append(report.row())
@@ -161,6 +162,7 @@ def build_metrics(
     total_steps: int,
     flops_per_token: float,
     peak: Peak | None,
+    float8_peak: Peak | None = None,
     device: torch.device,
     ranks: int,
     color: bool,
@@ -171,7 +173,15 @@ def build_metrics(
     points up to step k stay and the run adds to them.
     """
     run = _Run(
-        resume_step, log_freq, total_steps, flops_per_token, peak, device, ranks, color and terminal_takes_color()
+        resume_step,
+        log_freq,
+        total_steps,
+        flops_per_token,
+        peak,
+        float8_peak,
+        device,
+        ranks,
+        color and terminal_takes_color(),
     )
     if not writes:
         return Metrics(run, file=None, tensorboard=None)
@@ -179,6 +189,8 @@ def build_metrics(
         logger.info("Peak FLOPS unknown: no MFU")
     else:
         logger.info(f"Peak FLOPS used for computing MFU: {peak.flops_per_second:.3e} ({peak.source})")
+    if float8_peak is not None:
+        logger.info(f"Peak FLOPS used for mfu_float8: {float8_peak.flops_per_second:.3e} ({float8_peak.source})")
     file = MetricsFile(folder / FILE_NAME, resume_step)
     return Metrics(run, file, _open_tensorboard(folder / tb_folder, resume_step) if enable_tensorboard else None)
 

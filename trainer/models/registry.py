@@ -26,6 +26,7 @@ class Family:
     count_parameters: Callable[[Any], int]
     count_flops_per_token: Callable[[Any, int], int]
     count_activation_bytes: Callable[[Any, int, int], int]
+    linear_layers: Callable[[Any], dict[str, tuple[int, int]]]  # names and (output, input) features
     tensor_plan: Mapping[str, str]
     blocks: str
     to_hf_name: Callable[[str], str]
@@ -40,6 +41,7 @@ LLAMA = Family(
     count_parameters=llama_config.count_parameters,
     count_flops_per_token=llama_config.count_flops_per_token,
     count_activation_bytes=llama_config.count_activation_bytes,
+    linear_layers=llama_config.linear_layers,
     tensor_plan=llama_plan.TENSOR_PARALLEL,
     blocks=llama_plan.BLOCKS,
     to_hf_name=llama_hf.to_hf_name,

@@ -13,6 +13,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from trainer.parallel.float8.cache import find_calls
 from trainer.parallel.graph_report import Agree, GraphReport, agreed_before_first_use, key_of
 from trainer.parallel.partition import Partition
 from trainer.parallel.regather import regather_in_backward
@@ -60,9 +61,9 @@ def build_backend(
 
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
         shards = tuple(tuple(x.to_local().shape) for x in inputs if isinstance(x, DTensor))
-        of_this_rank = replace(partition, shards=shards)
-        patches = {"custom_partitioner_fn": of_this_rank, **keep_order}
-        with report.kept_under(key_of(gm, inputs, of_this_rank.uuid())):
+        of_this_rank, calls = replace(partition, shards=shards), find_calls()
+        patches = {"custom_partitioner_fn": of_this_rank, "unsafe_marked_cacheable_functions": calls, **keep_order}
+        with report.kept_under(key_of(gm, inputs, f"{of_this_rank.uuid()} {calls}")):
             compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return agreed_before_first_use(compiled, report.order, agree)
 

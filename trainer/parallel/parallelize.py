@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainer.parallel.float8.apply import NOTHING_IN_FLOAT8, Float8, apply_float8
 from trainer.parallel.initialize import materialize
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.recompute import apply_recompute
@@ -27,16 +28,18 @@ class Layout:
     precision: Precision
     recompute_mode: str = "none"
     recompute_option: str = ""
+    float8: Float8 = NOTHING_IN_FLOAT8
 
 
 def parallelize(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
     """Shard `model`, built on the meta device, over `mesh`. Changes `model`; allocates nothing.
 
-    Tensor parallelism comes first, since it decides what the rest of the model computes with. Recomputation wraps whole
-    blocks, the collectives at their borders included. The data axes come last: a gather is what reading a parameter
-    means, so it happens inside everything else.
+    Tensor parallelism comes first, since it decides what the rest of the model computes with; float8 then decides how
+    that is multiplied. Recomputation wraps whole blocks, the collectives at their borders included. The data axes come
+    last: a gather is what reading a parameter means, so it happens inside everything else.
     """
     apply_tensor_parallel(model, mesh, layout.tensor_plan)
+    apply_float8(model, mesh, layout.float8)
     apply_recompute(model, layout.blocks, mode=layout.recompute_mode, option=layout.recompute_option)
     apply_simple_fsdp(model, mesh, layout.precision)
 

@@ -22,8 +22,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange, passes_key
-from trainer.parallel.overlap.find import WAIT, is_parameter
+from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange, join_scales, passes_key
+from trainer.parallel.overlap.find import WAIT, find_weights
 from trainer.parallel.overlap.plan import check_patterns, find_modules
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -54,14 +54,16 @@ class Partition(CustomPartitionerFn):
     """Cuts joint graphs. With `regather`, gathered parameters are gathered again in backward instead of kept.
 
     `memory_budget` is the part of activation memory, from 0 to 1, that the cut may use; below 1 the partitioner chooses
-    what else to compute again, by a knapsack of run time against bytes. `overlap` says how collectives are bucketed and
-    ordered, `axes` which mesh axis a process group is. `shards` are the shapes of this rank's parts of the inputs: in
-    PyTorch's key for a compiled graph a DTensor counts as the whole, so that a rank whose parts are smaller would be
-    given the graph of another that shares its cache.
+    what else to compute again, by a knapsack of run time against bytes. With `join_scales` ranks agree on the float8
+    scales of all weights at once. `overlap` says how collectives are bucketed and ordered, `axes` which mesh axis a
+    process group is. `shards` are the shapes of this rank's parts of the inputs: in PyTorch's key for a compiled graph
+    a DTensor counts as the whole, so that a rank whose parts are smaller would be given the graph of another that
+    shares its cache.
     """
 
     regather: bool
     memory_budget: float = 1.0
+    join_scales: bool = False
     overlap: Overlap = PLAIN
     axes: tuple[tuple[str, str], ...] = ()
     shards: tuple[tuple[int, ...], ...] = ()
@@ -84,6 +86,8 @@ class Partition(CustomPartitionerFn):
             restore(backward)
         graphs, plans = {"forward": forward, "backward": backward}, {}
         for name, part in graphs.items():
+            if self.join_scales:
+                join_scales(part, dict(self.axes))
             plans[name] = arrange(part, dict(self.axes), self.overlap)
             part.recompile()
         if self.record:
@@ -103,32 +107,13 @@ class Partition(CustomPartitionerFn):
         return str, (self.uuid(),)
 
 
-def find_parameter_values(gm: GraphModule) -> list[Node]:
-    """Return the computed values that are functions of one parameter alone, in order.
-
-    These are casts, gathers, their waits, and whatever cuts, joins or turns the result; nothing of an activation.
-    """
-    source: dict[Node, Node] = {}
-    values = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder" and is_parameter(node):
-            source[node] = node
-        elif node.op == "call_function":
-            sources = {source.get(parent) for parent in node.all_input_nodes}
-            only = next(iter(sources), None)
-            if len(sources) == 1 and only is not None:
-                source[node] = only
-                values.append(node)
-    return values
-
-
 def merge_repeated(gm: GraphModule) -> None:
-    """Let equal functions of one parameter be computed once: a tied embedding is gathered for both its uses.
+    """Let equal functions of parameters be computed once: a tied embedding is gathered for both its uses.
 
     Changes the graph of `gm`, as the passes below do; to run it, recompile it.
     """
     first: dict[str, Node] = {}
-    for node in find_parameter_values(gm):
+    for node in find_weights(gm):
         key = repr((node.target, node.args, node.kwargs))
         if key in first:
             node.replace_all_uses_with(first[key])
@@ -180,13 +165,24 @@ def _only_scatter_after(node: Node) -> Node | None:
 
 
 def mark_gathered(gm: GraphModule, regather: bool) -> None:
-    """Mark gathered parameters to be computed again in backward, or to be kept, whatever their block does."""
-    for node in find_parameter_values(gm):
-        if regather:
+    """Mark gathered parameters to be computed again in backward, or to be kept, whatever their block does.
+
+    A single number, as the scale of a float8 weight, is always kept: to compute it again takes the whole shard, and a
+    collective.
+    """
+    for node in find_weights(gm):
+        if _is_number(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif regather:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = GATHER_REGION
         elif node.target is WAIT:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 @contextlib.contextmanager

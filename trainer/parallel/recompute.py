@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 BY_OPERATION = "op"
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default}
+MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 ALWAYS_KEPT = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,

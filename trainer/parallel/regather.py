@@ -6,22 +6,20 @@ Autograd is given, for each gathered weight that an operation wants to keep, the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from trainer.parallel.simple_fsdp import Precision, gather, watch_gathers
+from trainer.parallel.simple_fsdp import watch_gathers
 
 
 class _Recipe(NamedTuple):
-    """How to make a kept tensor again: gather the parameter, then look at its memory in the same way."""
+    """How to make a kept tensor again: gather, then look at the memory in the same way."""
 
-    parameter: DTensor
-    precision: Precision
+    again: Callable[[], Tensor]
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -30,24 +28,24 @@ class _Recipe(NamedTuple):
 @contextlib.contextmanager
 def regather_in_backward() -> Iterator[None]:
     """Within, let autograd keep no gathered weight. Backward gathers each again when it needs it, on all data ranks."""
-    gathered: dict[int, tuple[StorageWeakRef, DTensor, Precision]] = {}
+    gathered: dict[int, tuple[StorageWeakRef, Callable[[], Tensor]]] = {}
 
-    def note(whole: Tensor, parameter: DTensor, precision: Precision) -> None:
+    def note(whole: Tensor, again: Callable[[], Tensor]) -> None:
         storage = whole.untyped_storage()
-        gathered[storage.data_ptr()] = (StorageWeakRef(storage), parameter, precision)
+        gathered[storage.data_ptr()] = (StorageWeakRef(storage), again)
 
     def pack(kept: Tensor) -> Any:
-        reference, parameter, precision = gathered.get(kept.untyped_storage().data_ptr(), (None, None, None))
+        reference, again = gathered.get(kept.untyped_storage().data_ptr(), (None, None))
         # An address may have been freed and given to another tensor since.
-        if reference is None or parameter is None or precision is None or reference.expired():
+        if reference is None or again is None or reference.expired():
             return kept
-        return _Recipe(parameter, precision, kept.shape, kept.stride(), int(kept.storage_offset()))
+        return _Recipe(again, kept.shape, kept.stride(), int(kept.storage_offset()))
 
     def unpack(packed: Any) -> Tensor:
         if not isinstance(packed, _Recipe):
             return packed
         with torch.no_grad():
-            whole = gather(packed.parameter, packed.precision)
+            whole = packed.again()
         return whole.as_strided(packed.size, packed.stride, packed.offset)
 
     with watch_gathers(note), torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -46,13 +46,13 @@ def gather(parameter: DTensor, precision: Precision) -> Tensor:
     return whole.to_local(grad_placements=[Partial(), Partial(), tp if tp.is_shard() else Partial()])
 
 
-GatherWatcher = Callable[[Tensor, DTensor, Precision], None]
+GatherWatcher = Callable[[Tensor, Callable[[], Tensor]], None]
 _watcher: GatherWatcher | None = None
 
 
 @contextlib.contextmanager
 def watch_gathers(watcher: GatherWatcher) -> Iterator[None]:
-    """Within, call `watcher` with each gathered tensor, its parameter and precision. For eager execution."""
+    """Within, call `watcher` with each gathered tensor and what gathers it again. For eager execution."""
     global _watcher
     _watcher = watcher
     try:
@@ -61,12 +61,21 @@ def watch_gathers(watcher: GatherWatcher) -> Iterator[None]:
         _watcher = None
 
 
-def _read(parameter: DTensor, precision: Precision) -> Tensor:
-    """Be what reading a parameter from its module means."""
-    whole = gather(parameter, precision)
+def report_gather(whole: Tensor, again: Callable[[], Tensor]) -> None:
+    """Tell the watcher, if there is one, of a gathered tensor, and how to gather it again."""
     if _watcher is not None:
-        _watcher(whole, parameter, precision)
+        _watcher(whole, again)
+
+
+def read(parameter: DTensor, precision: Precision) -> Tensor:
+    """Be what reading a parameter from its module means: `gather`, of which the watcher hears."""
+    whole = gather(parameter, precision)
+    report_gather(whole, lambda: gather(parameter, precision))
     return whole
+
+
+# A module class with an attribute of this name reads its parameters by what that is, called as `read` is.
+READ_PARAMETER = "read_parameter"
 
 
 @functools.cache
@@ -75,9 +84,10 @@ def _gathering_class(cls: type[nn.Module], names: tuple[str, ...], precision: Pr
 
     One class for each set of arguments, so that equal layers have the same type and the compiler may treat them alike.
     """
+    read_parameter = getattr(cls, READ_PARAMETER, read)
 
     def gathering(name: str) -> property:
-        return property(lambda self: _read(self._parameters[name], precision))
+        return property(lambda self: read_parameter(self._parameters[name], precision))
 
     body: dict[str, Any] = {name: gathering(name) for name in names}
     return type(f"Gathering{cls.__name__}", (cls,), body)

@@ -5,13 +5,17 @@ How a case is trained is `train.py`, what it is compared with `verify.py`, which
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config.schema import Config
+from trainer.config.check_float8 import CONVERTER, SECTION
+from trainer.config.schema import Config, Float8
 from trainer.config.schema import replace as replace_settings
 from trainer.launch import build_shape
 
+# The tiny model's keys and values have heads too narrow to be split in two for float8.
+TINY_FILTER = ("output", "attention.wk", "attention.wv")
 SGD_LR_RATIO = 100  # SGD's learning rates are that much higher than AdamW's, or nothing would move
 
 
@@ -33,6 +37,8 @@ class Case:
     loss_parallel: bool = True
     bucketing: str = "block"
     fsdp2: bool = False
+    float8: str = ""  # a recipe
+    float8_gather: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -64,6 +70,7 @@ class Case:
             "loss outside": not self.loss_inside,
             "logits gathered": not self.loss_parallel,
             f"{self.bucketing} buckets": self.bucketing != "block",
+            f"float8 {self.float8}{' gathered' if self.float8_gather else ''}": bool(self.float8),
         }
         mesh = f"{self.mesh} by PyTorch's FSDP2" if self.fsdp2 else self.mesh
         precision = {"bfloat16": "bf16", "float32": "fp32"}[self.precision]
@@ -71,11 +78,15 @@ class Case:
 
     def reference(self) -> Case:
         """Return the case to compare with: one process that does nothing but the arithmetic."""
-        return Case(optimizer=self.optimizer, precision=self.precision, tied=self.tied)
+        return Case(optimizer=self.optimizer, precision=self.precision, tied=self.tied, float8=self.float8)
 
     def twin(self) -> Case:
-        """Return the case that this one must repeat bit by bit: without a compiler, computing again changes nothing."""
-        return replace(self, recompute="none", regather=True) if self.backend == "eager" else self
+        """Return the case that this one must repeat bit by bit.
+
+        Without a compiler, computing again changes nothing, and neither does the precision that weights travel in.
+        """
+        plain = replace(self, recompute="none", regather=True, float8_gather=False)
+        return plain if self.backend == "eager" else self
 
     def configure(self, base: Config) -> Config:
         """Return `base`, whose global batch is settled, with this case's settings."""
@@ -99,11 +110,27 @@ class Case:
             settings["compile.bucketing"] = self.bucketing
         if self.optimizer == "SGD" != base.optimizer.name:
             settings["optimizer.lr"] = base.optimizer.lr * SGD_LR_RATIO
+        settings |= self._float8_settings(base)
         if mode == "selective":
             settings["activation_checkpoint.selective_ac_option"] = option
         if mode == "memory_budget":
             settings["activation_checkpoint.memory_budget"] = float(option)
         return replace_settings(base, settings)
+
+    def _float8_settings(self, base: Config) -> dict[str, Any]:
+        """Return the settings of float8; those of the base where the user chose the layers."""
+        options = Float8() if not self.float8 else base.quantize.linear.float8
+        if self.float8 and not base.model.converters:
+            options = Float8(filter_fqns=TINY_FILTER)
+        is_compiled = self.backend != "eager"
+        values = {
+            **dataclasses.asdict(options),
+            "recipe_name": self.float8 or options.recipe_name,
+            "enable_fsdp_float8_all_gather": self.float8_gather,
+            "precompute_float8_dynamic_scale_for_fsdp": self.float8_gather and is_compiled,
+        }
+        converters = {"model.converters": (CONVERTER,) if self.float8 else ()}
+        return converters | {f"{SECTION}.{name}": value for name, value in values.items()}
 
 
 def case_of(config: Config) -> Case:
@@ -114,5 +141,7 @@ def case_of(config: Config) -> Case:
         optimizer=config.optimizer.name,
         precision=config.training.mixed_precision_param,
         recompute=recompute.mode + options.get(recompute.mode, ""),
+        float8=config.quantize.linear.float8.recipe_name if config.model.converters else "",
+        float8_gather=config.quantize.linear.float8.enable_fsdp_float8_all_gather,
         tied=build_shape(config).tie_embeddings,
     )

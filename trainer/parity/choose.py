@@ -93,7 +93,7 @@ def choose_quick(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
     compiled: dict[str, Any] = {"backend": "aot_eager", "optimizer": "AdamW"}
     cases = [
         *plain,
-        replace(sharded, fsdp2=True, precision="float32"),
+        replace(sharded, fsdp2=True, precision="float32", float8="", float8_gather=False),
         replace(small, optimizer="AdamW"),
         small,  # twice with the same seed
         replace(small, regather=False),
@@ -114,10 +114,26 @@ def choose_quick(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
             replace(mixed, precision="bfloat16", optimizer="AdamW"),
             replace(mixed, **compiled, tied=True, recompute="full"),
             replace(sharded, **compiled, recompute="memory_budget 0.3"),
+            *choose_float8(sharded, small, mixed),
         ]
     else:
         cases.append(replace(sharded, **compiled, recompute=meshes[0].recompute))
     return list(_keep_possible(cases, base))
+
+
+def choose_float8(sharded: Case, small: Case, mixed: Case) -> list[Case]:
+    """Return each recipe, and the gather in float8 beside the one without, whose bits it must have."""
+    compiled: dict[str, Any] = {"backend": "aot_eager", "optimizer": "AdamW"}
+    return [
+        replace(sharded, float8="tensorwise"),
+        replace(sharded, float8="tensorwise", float8_gather=True),
+        replace(mixed, float8="tensorwise", float8_gather=True),
+        replace(small, float8="rowwise", microbatches=2),
+        replace(mixed, float8="rowwise", optimizer="AdamW"),
+        replace(mixed, float8="rowwise_with_gw_hp"),
+        replace(mixed, **compiled, float8="tensorwise", float8_gather=True),
+        replace(sharded, **compiled, float8="rowwise", recompute="selective op"),
+    ]
 
 
 def choose_full(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:

@@ -94,6 +94,23 @@ def weight_modules(c: LlamaConfig) -> list[str]:
     return ["tok_embeddings", *blocks, "norm", "output"]
 
 
+def linear_layers(c: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Map the names of the linear layers, in the order of the model, to (output features, input features)."""
+    heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    shapes = {
+        "wq": (heads, c.dim),
+        "wk": (kv_heads, c.dim),
+        "wv": (kv_heads, c.dim),
+        "wo": (c.dim, heads),
+        "w1": (c.ffn_dim, c.dim),
+        "w2": (c.dim, c.ffn_dim),
+        "w3": (c.ffn_dim, c.dim),
+        "output": (c.vocab_size, c.dim),
+    }
+    by_name = {name: shapes.get(name.rpartition(".")[2]) for name in weight_modules(c)}
+    return {name: shape for name, shape in by_name.items() if shape}
+
+
 def parameter_names(c: LlamaConfig) -> list[str]:
     """Name the parameters, in the order of the model; a tied output projection has none of its own."""
     return [f"{name}.weight" for name in weight_modules(c) if not (name == "output" and c.tie_embeddings)]

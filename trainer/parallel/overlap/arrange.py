@@ -94,6 +94,19 @@ def move_gathers(gm: GraphModule, groups: Mapping[str, str]) -> None:
                 node.args = (*node.args[:-1], groups[node.args[-1]])
 
 
+def join_scales(gm: GraphModule, axes: Mapping[str, str]) -> None:
+    """Merge the reductions that find the largest magnitudes of weights, into one for each process group.
+
+    One group's results are what the next one's take in, so they go one after the other.
+    """
+    groups = dict.fromkeys(c.group for c in find_collectives(gm, axes) if c.serves == "scale")
+    for group in groups:
+        merge(gm, [c for c in find_collectives(gm, axes) if c.serves == "scale" and c.group == group])
+        # Put them where they belong, and leave everything else where it is.
+        singles = [Staged(bucket.stage, *bucket.collectives) for bucket in plan_singly(find_collectives(gm, axes))]
+        reorder(gm, singles, overlap=False)
+
+
 def examine(gm: GraphModule, world: World, name: str) -> Candidate:
     """Simulate `gm` as it is."""
     priced = world.price(gm)

@@ -112,7 +112,7 @@ def judge(gm: GraphModule, world: World, name: str, buckets: list[Bucket], *, ov
 
 def plan_greedily(priced: Priced, world: World, *, tightness: float, limit_bytes: float) -> list[Bucket]:
     """Return buckets by the paper's rule, none with more than `limit_bytes` unless it is a single collective."""
-    ours = [c for c in priced.collectives.values() if c.serves]
+    ours = [c for c in priced.collectives.values() if c.is_ours]
     limit = min(limit_bytes, MAX_BUCKET_BYTES)
     buckets: list[Bucket] = []
     stage = 0
@@ -171,7 +171,7 @@ def _room_until(priced: Priced, serves: str) -> dict[Node, float]:
         seconds = priced.seconds.get(node, 0.0)
         if c is not None:
             room[node] = passed
-        if c is None or not c.serves:
+        if c is None or not c.is_ours:
             passed += seconds
         elif c.serves != serves:
             passed -= seconds

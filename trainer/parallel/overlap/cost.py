@@ -19,6 +19,7 @@ from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.overlap.shards import find_shard_side
 from trainer.parallel.overlap.storage import (
     MATMULS,
+    SCALED_MATMUL,
     Storage,
     Storages,
     find_storages,
@@ -138,8 +139,9 @@ def count_flops(node: Node) -> int:
         return _attention_flops(node)
     if packet(node) not in MATMULS:
         return 0
-    # (..., M, K) times (..., K, N), two for each multiplication and addition. A bias comes before the two.
-    left, right = (tensors_of(given)[0].shape for given in node.args[-2:])  # type: ignore[arg-type]
+    # (..., M, K) times (..., K, N), two for each multiplication and addition. A bias comes first, scales come last.
+    operands = node.args[:2] if packet(node) is SCALED_MATMUL else node.args[-2:]
+    left, right = (tensors_of(given)[0].shape for given in operands)  # type: ignore[arg-type]
     return 2 * math.prod(left) * right[-1]
 
 

@@ -1,7 +1,8 @@
 """Every collective of a graph: what it is, what it moves, and whom it serves.
 
-SimpleFSDP's are those over data axes that gather a weight or sum a gradient; only these may be merged or moved. All
-other collectives, those of tensor parallelism first of all, are part of the computation.
+SimpleFSDP's are those over data axes that gather a weight or sum a gradient; only these are planned for. What finds a
+weight's float8 scale goes where the weight's gather needs it. All other collectives, those of tensor parallelism first
+of all, are part of the computation.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ LAYOUTS = {
     aten.transpose.int,
     aten.unsqueeze.default,
     aten.view.default,
+    aten.view.dtype,
     aten._unsafe_view.default,
 }
 COPIES = LAYOUTS | CASTS
@@ -54,7 +56,8 @@ AFTER_SUMS = COPIES | {WAIT, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, 
 class Collective:
     """One collective: its start and wait in the graph, the mesh axis it runs over, and the modules it belongs to.
 
-    `serves` is "weight" for SimpleFSDP's gathers, "gradient" for its sums, and empty for all else. `sums_before` counts
+    `serves` is "weight" for SimpleFSDP's gathers, "gradient" for its sums, "scale" for what finds a weight's float8
+    scale, and empty for all else. `sums_before` counts
     the sums that a gradient has been through: an all-reduce that takes what a reduce-scatter leaves has 1.
     """
 
@@ -69,6 +72,17 @@ class Collective:
     serves: str = ""
     sums_before: int = 0
     modules: tuple[str, ...] = ()
+
+    @property
+    def dtype_name(self) -> str:
+        """What travels; a weight in single bytes is float8, which not every backend knows."""
+        is_float8 = self.serves == "weight" and self.dtype.itemsize == 1
+        return "float8 (uint8)" if is_float8 else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one that SimpleFSDP gathers a weight or sums a gradient with."""
+        return self.serves in ("weight", "gradient")
 
     @property
     def is_data(self) -> bool:
@@ -115,6 +129,8 @@ def find_collectives(gm: GraphModule, axes: Mapping[str, str]) -> list[Collectiv
         serves = ""
         if axis in DATA_AXES and kind == "all_gather" and node in weights:
             serves = "weight"
+        elif kind == "all_reduce" and node in weights:
+            serves = "scale"
         elif node in sums_before:
             serves = "gradient"
         given, result = node.args[0].meta["val"], node.meta["val"]
@@ -144,16 +160,25 @@ def is_parameter(placeholder: Node) -> bool:
     )
 
 
+def is_saved_number(placeholder: Node) -> bool:
+    """Tell whether forward has left a single number to backward, as it does with the scale of a float8 weight."""
+    value, name = placeholder.meta.get("val"), str(placeholder.target)
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not name.startswith(("primals", "tangents"))
+
+
 def find_weights(gm: GraphModule) -> dict[Node, None]:
-    """Return, in order, the computed values that are functions of parameters alone: casts, gathers, cuts, joins."""
+    """Return, in order, the computed values that are functions of parameters: casts, gathers, cuts, joins, scales.
+
+    Of parameters alone, or of parameters and single numbers that forward has saved.
+    """
     found: dict[Node, None] = {}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    parameters = {node for node in inputs if is_parameter(node)}
+    numbers = {node for node in inputs if is_saved_number(node)}
     for node in gm.graph.nodes:
-        if node.op == "call_function":
-            given = node.all_input_nodes
-            if given and all(
-                parent in found or (parent.op == "placeholder" and is_parameter(parent)) for parent in given
-            ):
-                found[node] = None
+        given = set(node.all_input_nodes) - numbers
+        if node.op == "call_function" and given and all(parent in found or parent in parameters for parent in given):
+            found[node] = None
     return found
 
 
@@ -228,8 +253,7 @@ def module_of(node: Node) -> str:
 
 def describe(c: Collective) -> str:
     """Say what a collective is, by what is the same on all ranks: shards that come out uneven differ in bytes."""
-    dtype = str(c.dtype).removeprefix("torch.")
-    return " ".join([c.kind, *filter(None, [c.op]), f"over {c.axis} in {dtype} for {', '.join(c.modules)}"])
+    return " ".join([c.kind, *filter(None, [c.op]), f"over {c.axis} in {c.dtype_name} for {', '.join(c.modules)}"])
 
 
 def summarize(collectives: list[Collective]) -> list[str]:
@@ -237,7 +261,7 @@ def summarize(collectives: list[Collective]) -> list[str]:
     count: Counter[tuple[str, str, str]] = Counter()
     taken: Counter[tuple[str, str, str]] = Counter()
     for c in collectives:
-        key = (c.kind, c.axis, str(c.dtype).removeprefix("torch."))
+        key = (c.kind, c.axis, c.dtype_name)
         count[key] += 1
         taken[key] += c.bytes_in
     return [

@@ -41,6 +41,7 @@ class Hardware:
     inter_node: Link
     ranks_per_node: int
     source: str
+    float8_flops: float | None = None  # None: the device has no float8
 
     def matmul_flops(self, dtype: torch.dtype) -> float:
         """Return the floating-point operations per second that large matmuls in `dtype` reach."""
@@ -55,6 +56,8 @@ class Hardware:
         return self.memory_bytes_per_second * self.memory_efficiency * self.step_efficiency
 
     def _peak(self, dtype: torch.dtype) -> float:
+        if dtype.itemsize == 1 and self.float8_flops:
+            return self.float8_flops
         return self.float32_flops if dtype.itemsize >= 4 else self.bfloat16_flops
 
 
@@ -83,6 +86,7 @@ IN_A_STEP = 0.77
 # compute/accelerator): the best of many shapes, mean of 100 runs, in TFLOP/s: A100 271.2 of 312, H100 SXM 794.5 of 989,
 # B200 1745 of 2250. Attention: FlashAttention-2 at 8k tokens, causal, heads of 128: 333 TFLOP/s forward on H100 (arXiv
 # 2407.08608, figure 5), 50 to 73 % of the peak on A100 (arXiv 2307.08691). For B200 none was found: the H100's part.
+# Float8 matmuls are taken to reach the same part of their peak, twice bfloat16's, as bfloat16's do; not measured here.
 HARDWARE = {
     "H100": Hardware(
         name="H100",
@@ -100,6 +104,7 @@ HARDWARE = {
         inter_node=CARD_400,
         ranks_per_node=8,
         source="the machines of the published runs (docs/published_runs.toml): SXM, 96 GB HBM2e, capped at 500 W",
+        float8_flops=1978.9e12,
     ),
     "H200": Hardware(
         name="H200",
@@ -117,6 +122,7 @@ HARDWARE = {
         inter_node=CARD_400,
         ranks_per_node=8,
         source="NVIDIA H200 SXM datasheet; compute as H100 SXM at 700 W",
+        float8_flops=1979e12,
     ),
     "A100": Hardware(
         name="A100",
@@ -151,6 +157,7 @@ HARDWARE = {
         inter_node=CARD_400,
         ranks_per_node=8,
         source="NVIDIA HGX B200 datasheet; one 400 Gb/s card per GPU",
+        float8_flops=4500e12,
     ),
     # One core of a two-core x86 virtual machine with AVX-512 and AMX, measured with torch 2.13: matmuls of 2048 wide,
     # causal attention over 1024 tokens, an addition of large tensors, a thousand additions of 16 numbers, and gloo
@@ -175,8 +182,14 @@ HARDWARE = {
 }
 
 
-def find_hardware(name: str) -> Hardware:
-    """Return the description called `name`. ValueError, with all names, if there is none."""
+def find_hardware(name: str, *, float8: bool = False) -> Hardware:
+    """Return the description called `name`, with float8 if asked. ValueError, with all names, if there is none."""
     if name not in HARDWARE:
         raise ValueError(f"--hardware {name}: it is not described. Use one of {', '.join(HARDWARE)}.")
+    if float8 and HARDWARE[name].float8_flops is None:
+        able = [other for other, hardware in HARDWARE.items() if hardware.float8_flops]
+        raise ValueError(
+            f'--hardware {name}, model.converters = ["float8"]: no float8 peak is described for it. Use one of '
+            f"{', '.join(able)}, or leave the converter out."
+        )
     return HARDWARE[name]

@@ -30,7 +30,7 @@ class Bucket:
 
 def plan_singly(collectives: Sequence[Collective]) -> list[Bucket]:
     """Return a bucket for each of SimpleFSDP's collectives."""
-    ours = [c for c in collectives if c.serves]
+    ours = [c for c in collectives if c.is_ours]
     return [Bucket(stage, c.module, (c,)) for stage, c in enumerate(ours)]
 
 
@@ -98,7 +98,7 @@ def _fill(collectives: Sequence[Collective], labels: Sequence[str | None]) -> li
     groups: dict[tuple[object, ...], list[list[Collective]]] = {}
     names: dict[int, str] = {}
     for c, label in zip(collectives, labels, strict=True):
-        if not c.serves:
+        if not c.is_ours:
             continue
         stage = stages.enter(_side(c), label)
         names[stage] = label or c.module

@@ -24,8 +24,8 @@ MAKES = CASTS | {aten.cat.default}
 class ShardSide:
     """The nodes on the side of shards: `before` lead to `gathers` alone, `after` come of scattered gradients alone.
 
-    A gather in `copied` has a buffer made for it to read. `padded` are the bytes that collectives after the scatters,
-    by start, move where shards are padded.
+    What finds a shard's float8 scale counts as a gather. A gather in `copied` has a buffer made for it to read.
+    `padded` are the bytes that collectives after the scatters, by start, move where shards are padded.
     """
 
     gathers: set[Node] = field(default_factory=set)
@@ -37,7 +37,7 @@ class ShardSide:
 
 def find_shard_side(gm: GraphModule, collectives: Collection[Collective]) -> ShardSide:
     """Find what in `gm` depends on the size of this rank's own shards."""
-    side = ShardSide(gathers={c.start for c in collectives if c.serves == "weight"})
+    side = ShardSide(gathers={c.start for c in collectives if c.serves in ("weight", "scale")})
     scatters = {c.wait for c in collectives if c.serves == "gradient" and c.kind == "reduce_scatter"}
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     for node in reversed(calls):

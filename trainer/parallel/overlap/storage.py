@@ -24,7 +24,8 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # and realize_acc_reads_threshold where it has one.
 MOST_READS_SHARED, MOST_READS = 4, 8
 INDEXING = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they read as much as they give
-MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+SCALED_MATMUL = aten._scaled_mm  # of float8 operands
+MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, SCALED_MATMUL}
 # What stands between a gradient as it is computed and the graph's output, besides collectives and views.
 REDUCE_CHAIN = {aten.cat, aten.clone, aten.constant_pad_nd, aten._to_copy, torch.ops.prims.convert_element_type}
 WHOLE_KERNELS = MATMULS | {
