@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -188,6 +189,11 @@ def end_by_signal() -> int:
     return 0
 
 
+def end_by_fault() -> int:
+    faulthandler._sigsegv()
+    return 0
+
+
 def raise_error() -> int:
     raise ValueError("what went wrong")
 
@@ -197,6 +203,11 @@ def test_a_rank_that_dies_or_raises_is_told_of_and_makes_the_command_fail(capsys
     assert "Rank 0 was ended by SIGKILL" in capsys.readouterr().err
     assert start_ranks(1, "cpu", raise_error) == 1
     assert "what went wrong" in capsys.readouterr().err
+
+
+def test_a_rank_that_dies_of_a_fault_tells_where(capfd: pytest.CaptureFixture[str]) -> None:
+    assert start_ranks(1, "cpu", end_by_fault) == 128 + signal.SIGSEGV
+    assert "in end_by_fault" in capfd.readouterr().err
 
 
 def test_a_benchmark_of_wrong_numbers_fails(

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore, is_nccl_available
 
-from trainer.door import EXIT_FAILED
+from trainer.door import EXIT_FAILED, tell_of_faults
 
 
 class Refused(ValueError):
@@ -67,6 +67,7 @@ def start_ranks(ranks: int, device: str, run: Callable[..., int], *args: Any) ->
 
 
 def _be_rank(rank: int, ranks: int, port: int, device: str, run: Callable[..., int], args: tuple[Any, ...]) -> None:
+    tell_of_faults()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({key: str(value) for key, value in place.items()})
     # The store is served by the parent already, as it is by torchrun.

@@ -21,7 +21,8 @@ from trainer.parallel.regather import regather_in_backward
 SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 
 
-# Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory.
+# Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory. A freed
+# buffer it would keep for a later value of its size, also over the start of a sum of gradients, where the peak is.
 KEEP_ORDER = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
