@@ -23,7 +23,7 @@ SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 
 # Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory. A freed
 # buffer it would keep for a later value of its size, also over the start of a sum of gradients, where the peak is.
-KEEP_ORDER = {
+AS_PLANNED = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
@@ -58,12 +58,12 @@ def build_backend(
         return lambda gm, inputs: agreed_before_first_use(aot_eager(gm, inputs), report.order, agree)
     from torch._inductor.compile_fx import compile_fx  # a second to import, and only needed here
 
-    keep_order = KEEP_ORDER if partition.overlap.reorder else {}
+    as_planned = AS_PLANNED if partition.overlap.reorder else {}
 
     def inductor(gm: GraphModule, inputs: list[Any]) -> Any:
         shards = tuple(tuple(x.to_local().shape) for x in inputs if isinstance(x, DTensor))
         of_this_rank, calls = replace(partition, shards=shards), find_calls()
-        patches = {"custom_partitioner_fn": of_this_rank, "unsafe_marked_cacheable_functions": calls, **keep_order}
+        patches = {"custom_partitioner_fn": of_this_rank, "unsafe_marked_cacheable_functions": calls, **as_planned}
         with report.kept_under(key_of(gm, inputs, f"{of_this_rank.uuid()} {calls}")):
             compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return agreed_before_first_use(compiled, report.order, agree)
