@@ -21,8 +21,8 @@ from trainer.parallel.regather import regather_in_backward
 SumTokenLosses = Callable[[Tensor, Tensor], Tensor]
 
 
-# Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory. A freed
-# buffer it would keep for a later value of its size, also over the start of a sum of gradients, where the peak is.
+# Inductor keeps collectives in the order of the graph, but would move them among the computation to save memory. And it
+# would keep a freed buffer for a later value of its size, also over the start of a sum of gradients, where the peak is.
 AS_PLANNED = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
