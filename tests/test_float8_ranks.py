@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from trainer.parallel.float8.apply import Float8
 from trainer.parallel.float8.device import find_missing_float8
 from trainer.parallel.float8.gather import ReadWeight, gather_bytes
 from trainer.parallel.graph_report import GraphReport
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.overlap.arrange import Overlap
 from trainer.parallel.parallelize import Layout, initialize, parallelize
 from trainer.parallel.partition import Partition
@@ -56,9 +57,14 @@ def be_rank(rank: int, cases: list[Case]) -> list[Seen]:
     return [train(case) for case in cases]
 
 
-def build(case: Case) -> tuple[Llama, Any]:
-    replicate, shard, tp = case.mesh
-    mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard, tp=tp)
+@functools.cache
+def mesh_of(replicate: int, shard: int, tp: int) -> Mesh:
+    """Equal meshes are one, as in a run: DTensor's caches take one for the other, and its process groups."""
+    return build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard, tp=tp)
+
+
+def build(case: Case) -> tuple[Llama, Mesh]:
+    mesh = mesh_of(*case.mesh)
     with torch.device("meta"):
         model = Llama(case.shape)
     layers = frozenset(name for name in linear_layers(case.shape) if name != "output")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from overlap_graphs import SHAPE, Recorder, trace
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
@@ -48,13 +48,24 @@ class Case:
     overlaps: tuple[Overlap, ...] = (BLOCK,)
 
 
+class Empty(nn.Module):
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x
+
+
 def make_odd(model: nn.Module, how: str) -> None:
-    """Change a model that is parallelized and has its values: freeze a layer and a weight, or use a block twice."""
+    """Change a model that is parallelized and has its values.
+
+    Freeze a layer and a weight; use a block twice; use a weight in two blocks, one of them beside a block without any.
+    """
     if how == "frozen":
         model.layers["1"].requires_grad_(False)
         model.tok_embeddings.requires_grad_(False)
     if how == "twice":
         model.layers["2"] = model.layers["0"]
+    if how == "shared and empty":
+        model.layers["1"] = Empty()
+        model.layers["2"].attention.wq = model.layers["0"].attention.wq
 
 
 def train(case: Case, mesh: Mesh, overlap: Overlap) -> dict[str, Any]:
@@ -122,6 +133,7 @@ TWO_RANKS = [
     Case(replicate=2),
     Case(shard=2, odd="frozen", recompute=("full", "")),
     Case(shard=2, odd="twice", recompute=("selective", "op")),
+    Case(shard=2, odd="shared and empty", overlaps=(BLOCK, Overlap("none", True))),
 ]
 FOUR_RANKS = [
     Case(replicate=2, shard=2, recompute=("full", "")),
