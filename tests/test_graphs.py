@@ -128,6 +128,14 @@ def test_collectives_have_the_dtypes_asked_for(param: torch.dtype, reduce: torch
     assert {c.dtype for c in traced.backward if c.kind == "reduce_scatter"} == {reduce}
 
 
+def test_shards_of_one_element_are_gathered_like_all_others() -> None:
+    traced = trace(shard=SHAPE.dim)
+    for direction, some in ((traced.forward, PARAMETERS), (traced.backward, PARAMETERS - 1)):  # not the embedding again
+        gathers = [c for c in direction if c.kind == "all_gather"]
+        assert [c.serves for c in gathers] == ["weight"] * some
+        assert min(c.bytes_in for c in gathers) == BF16.itemsize
+
+
 def test_replicas_sum_gradients_with_one_all_reduce_each() -> None:
     traced = trace(replicate=4)
     assert traced.forward == []

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainer.parallel.overlap.arrange import PLAIN, Overlap, arrange, join_scales, passes_key
-from trainer.parallel.overlap.find import WAIT, find_weights
+from trainer.parallel.overlap.find import WAIT, find_weights, is_number
 from trainer.parallel.overlap.plan import check_patterns, find_modules
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -171,18 +171,13 @@ def mark_gathered(gm: GraphModule, regather: bool) -> None:
     collective.
     """
     for node in find_weights(gm):
-        if _is_number(node):
+        if is_number(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif regather:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = GATHER_REGION
         elif node.target is WAIT:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _is_number(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 @contextlib.contextmanager

@@ -160,10 +160,18 @@ def is_parameter(placeholder: Node) -> bool:
     )
 
 
+def is_number(node: Node) -> bool:
+    """Tell whether the value is a single number, as the scale of a float8 weight and what leads to it.
+
+    That has no dims, or two. One element along one dim is a vector's: a shard of a norm's weight may be so small.
+    """
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.ndim != 1
+
+
 def is_saved_number(placeholder: Node) -> bool:
     """Tell whether forward has left a single number to backward, as it does with the scale of a float8 weight."""
-    value, name = placeholder.meta.get("val"), str(placeholder.target)
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and not name.startswith(("primals", "tangents"))
+    return is_number(placeholder) and not str(placeholder.target).startswith(("primals", "tangents"))
 
 
 def find_weights(gm: GraphModule) -> dict[Node, None]:
