@@ -43,31 +43,38 @@ def reorder(gm: GraphModule, staged: Sequence[Staged], *, overlap: bool) -> None
 class _OnTheirWay:
     """Sums of one level that have started and aren't waited for, the oldest first, and what each stage's hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: Sequence[Staged]) -> None:
         self.bytes: dict[int, int] = {}
+        for item in sums:
+            self.bytes[item.stage] = self.bytes.get(item.stage, 0) + item.collective.bytes_in
+        self.most = max(self.bytes.values())
+        self.held = 0
         self.started: dict[int, list[Staged]] = {}
 
-    def count(self, item: Staged) -> None:
-        """Learn of a sum that will be."""
-        self.bytes[item.stage] = self.bytes.get(item.stage, 0) + item.collective.bytes_in
-
     def add(self, item: Staged) -> None:
-        self.started.setdefault(item.stage, []).append(item)
+        if item.stage not in self.started:
+            self.started[item.stage] = []
+            self.held += self.bytes[item.stage]
+        self.started[item.stage].append(item)
 
     def too_many_with(self, stage: int) -> list[Staged]:
         """Remove and return what is to be waited for, that `stage` and the rest hold no more than the largest stage."""
         gone: list[Staged] = []
-        others = [other for other in self.started if other != stage]
-        held = sum(self.bytes[other] for other in others) + self.bytes[stage]
-        for other in others:
-            if held > max(self.bytes.values()):
-                held -= self.bytes[other]
-                gone += self.started.pop(other)
+        while stage not in self.started and self.started and self.held + self.bytes[stage] > self.most:
+            gone += self._take_oldest()
         return gone
 
     def all(self) -> list[Staged]:
         """Remove and return all."""
-        return [item for stage in list(self.started) for item in self.started.pop(stage)]
+        gone: list[Staged] = []
+        while self.started:
+            gone += self._take_oldest()
+        return gone
+
+    def _take_oldest(self) -> list[Staged]:
+        oldest = next(iter(self.started))
+        self.held -= self.bytes[oldest]
+        return self.started.pop(oldest)
 
 
 class _Order:
@@ -87,9 +94,10 @@ class _Order:
         self.following = _find_following([item.collective.wait for item in sums])
         self.sum_stage = {item.collective.start: item for item in sums}
         self.held = {item.collective.wait for item in sums}
-        self.on_their_way = {item.collective.sums_before: _OnTheirWay() for item in sums}
-        for item in sums:
-            self.on_their_way[item.collective.sums_before].count(item)
+        levels = sorted({item.collective.sums_before for item in sums})
+        self.on_their_way = {
+            level: _OnTheirWay([item for item in sums if item.collective.sums_before == level]) for level in levels
+        }
         self.starts_after: dict[Node | None, int] = {None: 1}  # how many stages of gathers have started after a node
         self.gathers = self._in_order_of_use(gathers)
         self.started = 0
@@ -102,8 +110,8 @@ class _Order:
         for node in self.graph.nodes:
             if node.op != "output" and node not in self.on_demand and node not in self.following:
                 self._demand(node)
-        for level in sorted(self.on_their_way):
-            self._wait_for(self.on_their_way[level].all())
+        for sums in self.on_their_way.values():
+            self._wait_for(sums.all())
         for node in self.graph.nodes:
             if node.op != "output":
                 self._demand(node)
