@@ -13,6 +13,7 @@ import torch
 import transformers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from test_llama_model import build_random
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -38,15 +39,6 @@ SHAPES = {
 }
 TOLERANCE = 1e-5  # float32 sums in another order
 SMALL_SHARD = 40_000  # bytes: several files of the tiny model
-
-
-def build_random(c: LlamaConfig) -> Llama:
-    torch.manual_seed(0)
-    model = Llama(c)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    return model
 
 
 def save_model(folder: Path, model: Llama) -> Path:

@@ -19,7 +19,7 @@ def find_missing_float8(device: torch.device, recipe_name: str, dtype: torch.dty
     try:
         _multiply_all(recipe, device, dtype)
     except (RuntimeError, NotImplementedError, ValueError) as error:  # what kernels raise differs
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
     else:
         return ""
     if device.type == "cuda" and torch.version.hip is None:

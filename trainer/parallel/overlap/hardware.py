@@ -160,8 +160,8 @@ HARDWARE = {
         float8_flops=4500e12,
     ),
     # One core of a two-core x86 virtual machine with AVX-512 and AMX, measured with torch 2.13: matmuls of 2048 wide,
-    # causal attention over 1024 tokens, an addition of large tensors, a thousand additions of 16 numbers, and gloo
-    # collectives between two ranks over the loopback device.
+    # causal attention over 1024 tokens, an addition of large tensors, a thousand additions of 16 numbers. Collectives
+    # are estimates of gloo's over the loopback device; a run on CPUs measures its own (`measure.py`).
     "CPU": Hardware(
         name="CPU",
         bfloat16_flops=425e9,
@@ -177,7 +177,7 @@ HARDWARE = {
         intra_node=Link(1.5 * GB, 50e-6),
         inter_node=Link(1.5 * GB, 50e-6),
         ranks_per_node=1024,
-        source="measured here",
+        source="an x86 core, measured; its collectives are estimates",
     ),
 }
 
