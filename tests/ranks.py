@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.distributed import use_one_gloo_worker
+
 # The first DTensor imports torch._dynamo, a second of work. Not torch._inductor.compile_fx: it starts processes.
 _PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
 _SECONDS_FOR_STACKS = 2.0
@@ -80,6 +82,7 @@ def _run_rank(
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
         timeout = timedelta(seconds=timeout_seconds)
+        use_one_gloo_worker()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         result = pickle.dumps(function(rank, *args))
         dist.barrier()

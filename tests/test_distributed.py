@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from tiny_run import log_lines
 
-from trainer.distributed import find_place, set_determinism, to_device
+from trainer.distributed import find_place, process_group, set_determinism, set_timeout, to_device
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -92,3 +93,14 @@ def test_a_copy_to_a_gpu_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(copied.cpu(), values)
+
+
+def count_workers(group: dist.ProcessGroup) -> int:
+    return group._get_backend(CPU).options._threads
+
+
+def test_each_gloo_group_has_one_worker_since_two_would_write_to_freed_memory() -> None:
+    with process_group(find_place(), timeout_seconds=60):
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=50))
+        set_timeout(40, [group])
+        assert (count_workers(dist.group.WORLD), count_workers(group)) == (1, 1)
