@@ -21,8 +21,9 @@ from trainer.config.schema import Config, Float8, replace
 from trainer.door import EXIT_REFUSED, open_door
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "published_runs.toml"
-# What of the table can be traced: compiled, without float8, context and pipeline parallelism.
-TRACED_ROWS = ("T1b", "T3b")
+# What of the table can be traced: compiled, without context, pipeline and asynchronous tensor parallelism.
+TRACED_ROWS = ("T1b", "T3b", "T4a")
+RECOMPUTE = {"selective_op": ("selective", "op"), "full": ("full", "2")}
 GIB = 1024**3
 
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
 
     try:
         if arguments.published:
-            print_published(find_hardware(arguments.hardware))
+            print_published(arguments.hardware)
             return 0
         loaded = load_config(settings_argv)
         world_size = loaded.flags.world_size or 1
@@ -189,9 +190,30 @@ def write_timelines(arguments: argparse.Namespace, forecasts: list[Any], title: 
         print(f"\nWrote {arguments.html}: open it in a browser")
 
 
-def print_published(hardware: Any) -> None:
+def config_of_row(row: dict[str, Any]) -> Config:
+    """Return the config of a published run, as far as `TRACED_ROWS` goes."""
+    mode, option = RECOMPUTE[row["recompute"]]
+    float8 = [
+        *("--model.converters", CONVERTER),
+        *(f"--{SECTION}.enable_fsdp_float8_all_gather", f"--{SECTION}.precompute_float8_dynamic_scale_for_fsdp"),
+    ]
+    return load_config(
+        [
+            *("--config", f"llama3_{row['model'].lower()}.toml"),
+            *("--training.seq_len", str(row["seq_len"]), "--training.local_batch_size", str(row["local_batch"])),
+            *("--parallelism.tensor_parallel_degree", str(row["mesh"].get("tp", 1))),
+            *("--activation_checkpoint.mode", mode, "--activation_checkpoint.selective_ac_option", option),
+            *("--compile.components", "model"),  # see docs/inspect_graph.md
+            *(float8 if row["float8"] else ()),
+        ]
+    ).config
+
+
+def print_published(hardware: str) -> None:
     """Print simulated beside published numbers: one description of the hardware, no setting per row but the run's."""
     import tomli
+
+    from trainer.parallel.overlap.hardware import find_hardware
 
     rows = {row["id"]: row for row in tomli.loads(PUBLISHED.read_text())["run"]}
     print(
@@ -199,21 +221,18 @@ def print_published(hardware: Any) -> None:
     )
     for name in TRACED_ROWS:
         row = rows[name]
-        config = load_config(
-            [
-                *("--config", f"llama3_{row['model'].lower()}.toml"),
-                *("--training.seq_len", str(row["seq_len"]), "--training.local_batch_size", str(row["local_batch"])),
-                *("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
-                *("--compile.components", "model"),  # see docs/inspect_graph.md
-            ]
-        ).config
-        block = inspect(config, row["gpus"], hardware)[0][1]
+        config = config_of_row(row)
+        is_float8 = CONVERTER in config.model.converters
+        block = inspect(config, row["gpus"], find_hardware(hardware, float8=is_float8))[0][1]
         tps, gib = block.tokens_per_second, block.peak_bytes / GIB
         print(
             f"{name:5} {row['gpus']:5} {row['tps']:9,} {tps:9,.0f} {tps / row['tps'] - 1:+7.1%} "
             f"{row['gib']:6.1f} {gib:9.1f} {gib / row['gib'] - 1:+7.1%}"
         )
-    print(f"Simulated: block plan, on {hardware.source}. Published: FSDP2, reserved bytes; simulated are live bytes.")
+    print(
+        f"Simulated: block plan, on {find_hardware(hardware).source}. "
+        "Published: FSDP2, reserved bytes; simulated are live bytes."
+    )
 
 
 if __name__ == "__main__":

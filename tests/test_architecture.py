@@ -42,6 +42,8 @@ FLOORS = [
     ("trainer.fit", 4),
     ("trainer.launch", 4),
     ("trainer.parts", 4),
+    ("trainer.state", 4),
+    ("trainer.begin", 4),
     ("trainer.build", 4),
     ("trainer.describe", 4),
     ("trainer.step", 4),

@@ -1,4 +1,4 @@
-"""Assembling a run from a launch: mesh, model, optimizer, data, metrics, and the state to continue from.
+"""Assembling a run from a launch: mesh, model, optimizer, data, metrics, and the state that it begins with.
 
 What needs no process group is settled before, in `launch.py`; training itself is `loop.py`.
 """
@@ -15,22 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.checkpoint.folder import remove_old, set_aside
-from trainer.checkpoint.hf_load import load_hf_parameters
-from trainer.checkpoint.load import load_tensors
-from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.rng import random_state, restore_random_state, seed_random
+from trainer.begin import begin
+from trainer.checkpoint.folder import remove_old
+from trainer.checkpoint.rng import seed_random
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.together import gather_everywhere, is_first, run_together
 from trainer.config.check_float8 import CONVERTER
-from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
 from trainer.data.rows import Rows
 from trainer.distributed import Place, check_agreement, gather_objects, host_group, set_determinism, set_timeout
 from trainer.dtypes import DTYPES
-from trainer.initial import find_initial
 from trainer.interrupt import Interrupt
 from trainer.launch import Launch
 from trainer.memory import device_capacity_bytes
@@ -46,33 +41,13 @@ from trainer.parallel.parallelize import initialize
 from trainer.parallel.self_test import check_collectives
 from trainer.parallel.toolchain import choose_backend
 from trainer.parts import build_mesh_of, build_optimizer_of, build_sharded_model, build_sum_losses_of
-from trainer.resume import Resume, check_experiment, checkpoint_folder, read_older
+from trainer.resume import checkpoint_folder
 from trainer.schedule import Schedule, build_schedule_of
+from trainer.state import TrainState
 
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_SECONDS = 3600  # ranks wait for the slowest disk, not for the slowest collective
-
-
-@dataclass
-class TrainState:
-    """How far the run is. `non_finite` is 1 from the first step on whose loss or gradient norm was not finite."""
-
-    step: int
-    tokens_seen: Tensor
-    non_finite: Tensor
-
-    @classmethod
-    def start(cls, device: torch.device) -> TrainState:
-        return cls(0, torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device))
-
-    def mask_if_not_finite(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Mask this update and all later ones on the device, if a value isn't finite."""
-        self.non_finite = torch.maximum(self.non_finite, (~torch.isfinite(loss + grad_norm)).float())
-
-    def advance(self, tokens: Tensor) -> None:
-        self.step += 1
-        self.tokens_seen += tokens * (1 - self.non_finite).long()
 
 
 @dataclass
@@ -137,10 +112,7 @@ def build_run(launch: Launch, place: Place) -> Run:
     )
     optimizer = build_optimizer_of(config, model)
     state = TrainState.start(place.device)
-    if launch.resume.path:
-        _resume(launch, place, checkpoint_tensors(model, optimizer), state, saving)
-    else:
-        _start(launch, model, saving)
+    begin(launch, place, model, optimizer, state, saving)
     return Run(
         config=config,
         launch=launch,
@@ -258,107 +230,3 @@ def _float8_peak(config: Config, place: Place) -> Peak | None:
             f"{config.training.mixed_precision_param}"
         )
     return peak
-
-
-def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by key but the random states, sharing memory with the run."""
-    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    return parameters | {f"optimizer.{key}": value for key, value in optimizer.state_tensors().items()}
-
-
-def weight_tensors(model: nn.Module, dtype: str) -> dict[str, Tensor]:
-    """The weights alone, rounded to `dtype`."""
-    return {f"model.{name}": p.detach().to(DTYPES[dtype]) for name, p in model.named_parameters()}
-
-
-def random_tensors(rank: int) -> dict[str, Tensor]:
-    """The random state of this rank, under keys of its own."""
-    return {f"rng.rank_{rank}.{name}": value for name, value in random_state().items()}
-
-
-def _resume(
-    launch: Launch, place: Place, tensors: dict[str, Tensor], state: TrainState, group: dist.ProcessGroup
-) -> None:
-    """Collective over `group`. Load a checkpoint of any mesh; ranks it didn't have keep a fresh random state.
-
-    Where its bytes aren't those that were saved, the newest whole one before it is taken, unless a step was asked for.
-    """
-    resume, rng = launch.resume, random_tensors(place.rank)
-    while True:
-        assert resume.path is not None
-        try:
-            load_tensors(
-                resume.path,
-                tensors | rng,
-                allow_missing=_is_random,
-                allow_extra=_is_random,
-                exclude=launch.config.checkpoint.exclude_from_loading,
-                process_group=group,
-            )
-            break
-        except DamagedError as error:  # raised on every rank, before any tensor was touched
-            resume = _fall_back(launch, resume, error, group)
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
-    restore_random_state({key.rsplit(".", 1)[1]: value for key, value in rng.items()})
-    state.step = resume.state["step"]
-    state.tokens_seen.fill_(resume.state["tokens_seen"])
-    log.info(f"Resuming from {resume.path}: step {state.step} is done, {int(state.tokens_seen):,} tokens seen")
-    if launch.config.checkpoint.initial_load_path:
-        log.info("checkpoint.initial_load_path is not read: it is for a start without a checkpoint")
-
-
-def _is_random(key: str) -> bool:
-    return key.startswith("rng.")
-
-
-def _fall_back(launch: Launch, damaged: Resume, error: DamagedError, group: dist.ProcessGroup) -> Resume:
-    """Collective over `group`. Return what to continue from in the place of a damaged checkpoint, which is renamed."""
-    config, first = launch.config, is_first(group)
-    path = damaged.path
-    assert path is not None
-
-    def choose() -> Resume | None:
-        if not first:
-            return None
-        older = read_older(config, path, (), error)
-        if check_experiment(launch.experiment, older, set(config.checkpoint.accept_changes)):
-            raise ValueError(f"{error}. The one before it, {older.path}, has other settings")
-        # Under its name it would count as the newest, and the whole ones as superseded.
-        set_aside(path)
-        return older
-
-    try:
-        (older, *_) = gather_everywhere(run_together("falling back", choose, group), group)
-    except ValueError as refused:
-        raise ConfigError([str(refused)]) from refused
-    log.warning(f"{error}. Falling back to {older.path}")
-    return older
-
-
-def _start(launch: Launch, model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Collective over `group`. Start from the weights that `checkpoint.initial_load_path` names, or from new ones."""
-    settings = launch.config.checkpoint
-    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    try:
-        path = find_initial(launch.config)
-        if path is None:
-            log.info(f"Starting from new weights, drawn from debug.seed = {launch.config.debug.seed}")
-            return
-        if settings.initial_load_in_hf:
-            load_hf_parameters(
-                path, parameters, launch.family.to_hf_name, exclude=settings.exclude_from_loading, process_group=group
-            )
-        else:
-            load_tensors(
-                path,
-                parameters,
-                allow_missing=lambda key: False,
-                allow_extra=lambda key: not key.startswith("model."),
-                exclude=settings.exclude_from_loading,
-                cast=True,
-                process_group=group,
-            )
-    except ValueError as error:  # the weights' fault, raised on every rank
-        raise ConfigError([f"checkpoint.initial_load_path = {settings.initial_load_path!r}\n{error}"]) from error
-    log.info(f"Starting at step 0 from the weights of {path}, with new optimizer state, schedule and data")

@@ -1,6 +1,6 @@
 """Starting from given weights: whether `checkpoint.initial_load_path` holds the model that the config describes.
 
-Needs no torch, so a launch that can't start is refused at once. Loading the tensors is `build.py`.
+Needs no torch, so a launch that can't start is refused at once. Loading the tensors is `begin.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.build import Run, checkpoint_tensors, random_tensors, weight_tensors
+from trainer.build import Run
 from trainer.checkpoint.folder import checkpoint_path
 from trainer.checkpoint.hf_export import export_hf
 from trainer.checkpoint.saver import Progress
@@ -33,6 +33,7 @@ from trainer.parallel.compile import report_compilation
 from trainer.parallel.next_logits import build_next_logits
 from trainer.parallel.parameters import find_not_finite
 from trainer.resume import checkpoint_folder
+from trainer.state import checkpoint_tensors, random_tensors, weight_tensors
 from trainer.step import StepValues, train_step
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Continuing a run: the checkpoint to continue from, and what its settings mean for those of this launch.
 
-Needs no torch, so a launch that can't continue is refused at once. Loading the tensors is `build.py`.
+Needs no torch, so a launch that can't continue is refused at once. Loading the tensors is `begin.py`.
 """
 
 from __future__ import annotations

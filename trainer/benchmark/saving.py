@@ -20,11 +20,11 @@ import torch.distributed as dist
 from trainer.benchmark.measure import draw_batch
 from trainer.benchmark.result import describe_machine
 from trainer.benchmark.variants import Setup, build_variant
-from trainer.build import checkpoint_tensors
 from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.saver import ASYNC, ASYNC_PINNED, IN_STEP, Progress, Saver
 from trainer.interrupt import Interrupt
 from trainer.optim import local
+from trainer.state import checkpoint_tensors
 
 STEPS_BEFORE = 5  # whose median is an undisturbed step
 
