@@ -29,7 +29,7 @@ from trainer.parallel.accumulate import Accumulate, build_accumulate
 from trainer.parallel.compile import SumTokenLosses
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.graph_report import GraphReport
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import Mesh, with_gather_groups
 from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.parallelize import initialize
 from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of
@@ -42,6 +42,12 @@ SIMPLE_FSDP: dict[str, dict[str, Any]] = {
     "eager": {"compile.enable": False},
     "none": {"compile.enable": True, "compile.bucketing": "none", "compile.reorder": False},
     "block": {"compile.enable": True, "compile.bucketing": "block", "compile.reorder": True},
+    "block+group": {
+        "compile.enable": True,
+        "compile.bucketing": "block",
+        "compile.reorder": True,
+        "parallelism.fsdp_separate_gather_group": True,
+    },
     AUTO: {"compile.enable": True, "compile.bucketing": "auto", "compile.reorder": True},
 }
 
@@ -105,7 +111,9 @@ def _assemble(name: str, setup: Setup, model: nn.Module, sum_losses: SumTokenLos
 
 def _build_simple_fsdp(plan: str) -> Build:
     def build(setup: Setup, ours: nn.Module) -> Variant:
-        config, mesh = replace(setup.config, SIMPLE_FSDP[plan]), setup.mesh
+        config = replace(setup.config, SIMPLE_FSDP[plan])
+        separate = config.parallelism.fsdp_separate_gather_group
+        mesh = with_gather_groups(setup.mesh) if separate else setup.mesh
         report = GraphReport(mesh.axis_of_group())
         sum_losses = build_sum_losses_of(config, mesh, ours, config.compile.backend, report, setup.hardware)
         return _assemble(plan, setup, ours, sum_losses)

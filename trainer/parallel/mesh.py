@@ -6,7 +6,7 @@ An axis of size 1 is an axis like any other, and costs nothing: DTensor issues n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -96,8 +96,13 @@ def build_mesh(
     """Collective over all ranks. Build the mesh over those of the default process group."""
     sizes = (1, dp_replicate, dp_shard, 1, tp)
     axes = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    gathering = ["dp_shard"] if separate_gathers and dp_shard > 1 else []
-    return Mesh(axes, {axis: _second_group(axes, AXES.index(axis)) for axis in gathering})
+    return with_gather_groups(Mesh(axes)) if separate_gathers else Mesh(axes)
+
+
+def with_gather_groups(mesh: Mesh) -> Mesh:
+    """Collective over all ranks. Return `mesh` with second process groups, on which gathers travel."""
+    gathering = [axis for axis in ("dp_shard",) if mesh.size(axis) > 1]
+    return replace(mesh, gather_groups={axis: _second_group(mesh.axes, AXES.index(axis)) for axis in gathering})
 
 
 def _second_group(axes: DeviceMesh, dim: int) -> dist.ProcessGroup:
