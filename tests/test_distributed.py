@@ -35,6 +35,12 @@ def test_each_rank_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert find_with(monkeypatch, gpus=0, ranks=2, rank=1) == (CPU, "")
 
 
+@pytest.mark.parametrize("given", ["1", "h100:1"])
+def test_a_rank_that_slurm_shows_its_own_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", given)
+    assert find_with(monkeypatch, gpus=1, ranks=8, rank=3) == (torch.device("cuda", 0), "")
+
+
 def test_more_ranks_than_gpus_train_on_the_cpu_and_one_of_them_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     device, told = find_with(monkeypatch, gpus=1, ranks=2)
     assert device == CPU

@@ -62,12 +62,17 @@ def find_place() -> Place:
 
 
 def _choose_device(local_rank: int, local_world_size: int) -> torch.device:
-    """Return a GPU of this rank's own, or the CPU where not every rank of this machine can have one."""
+    """Return a GPU of this rank's own, or the CPU where not every rank of this machine can have one.
+
+    Slurm's --gpus-per-task=1 shows each rank nothing but its own GPU.
+    """
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus >= local_world_size:
         return torch.device("cuda", local_rank)
+    if gpus == 1 and os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1":
+        return torch.device("cuda", 0)
     if local_rank == 0:
         log.warning(
             f"{local_world_size} ranks on this machine and {gpus} GPU{'s' * (gpus > 1)}, and each rank needs one of "
