@@ -6,6 +6,7 @@ The one place that chooses a device or a backend. One process without torchrun g
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -119,15 +120,22 @@ def use_one_gloo_worker() -> None:
 
 
 def _build_with_one_worker(self: ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Do what PyTorch's constructor does, which takes the number of workers from its options only."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    """Do what PyTorch's constructor does, which takes the number of workers from its options only.
+
+    All groups have the same devices, so the same threads wait for sockets. Each such thread wakes a hundred times a
+    second, and the groups of many meshes would be a load of their own.
+    """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 1
-    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
-        ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     _build_gloo(self, store, rank, size, options)
+
+
+@functools.cache
+def _gloo_devices(interfaces: str) -> list[Any]:
+    devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    return devices or [ProcessGroupGloo.create_default_device()]
 
 
 def end_failed_rank(place: Place, error: Exception) -> NoReturn:
