@@ -47,10 +47,10 @@ TWO_RANKS = [
     Case(tp=2, optimizer="SGD"),
     Case(tp=2, tied=True, microbatches=2, loss_parallel=False),
     Case(shard=2, fsdp2=True, optimizer="SGD"),
-    Case(shard=2, backend="aot_eager"),
     Case(shard=2),  # the same bits as the first time
 ]
 TWO_COMPILED = [
+    Case(shard=2, backend="aot_eager"),
     Case(shard=2, backend="aot_eager", loss_inside=False, tied=True, regather=False, microbatches=2),
     Case(shard=2, backend="aot_eager", bucketing="auto"),
     Case(shard=2, backend="aot_eager", bucketing="none", recompute="full"),
