@@ -28,6 +28,8 @@ from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
 
 SHAPE = dataclasses.replace(DEBUG, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=50, vocab_size=257)
+# The 8B model's 32 blocks, small, with rows that 64 ranks divide.
+LLAMA_8B = dataclasses.replace(SHAPE, n_layers=32, dim=64, head_dim=32, ffn_dim=128)
 MIXED = Precision(torch.bfloat16, torch.float32)
 
 

@@ -21,14 +21,17 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from trainer.distributed import use_one_gloo_worker
 
-# The first DTensor imports torch._dynamo, a second of work. Not torch._inductor.compile_fx: it starts processes.
-_PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
+# The first DTensor imports torch._dynamo, and the first compilation torch._inductor: seconds of work for each rank.
+_PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx"]
+# Otherwise Inductor may start processes when it is imported. Ranks keep the cores busy without them.
+_ONE_COMPILER_A_RANK = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _SECONDS_FOR_STACKS = 2.0
 
 
@@ -44,7 +47,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name, patch.dict(os.environ, _ONE_COMPILER_A_RANK):
         folder = Path(name)
         call = (function, world_size, args, folder, timeout_seconds, dict(os.environ))
         processes = [

@@ -25,6 +25,7 @@ from trainer.parallel.tensor import build_loss
 
 SHAPE = dataclasses.replace(DEBUG, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=50, vocab_size=257)
 PARAMETERS = 2 * 9 + 3
+ONE_BLOCK = 9 + 3  # parameters of a model of one block, for what no second block changes
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -59,8 +60,9 @@ def trace(
     recompute: tuple[str, str] = ("none", ""),
     precision: Precision = Precision(BF16, FP32),  # noqa: B008 - immutable
     vocab_size: int = SHAPE.vocab_size,
+    blocks: int = SHAPE.n_layers,
 ) -> Traced:
-    shape = dataclasses.replace(SHAPE, tie_embeddings=tied, vocab_size=vocab_size)
+    shape = dataclasses.replace(SHAPE, tie_embeddings=tied, vocab_size=vocab_size, n_layers=blocks)
     torch._dynamo.reset()
     with fake_process_group(replicate * shard * tp):
         mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=shard, tp=tp)
@@ -117,36 +119,36 @@ def test_without_regather_each_parameter_is_gathered_once(recompute: tuple[str, 
 
 
 def test_a_tied_embedding_is_gathered_once_for_both_uses() -> None:
-    traced = trace(shard=4, tied=True)
-    assert traced.count("forward", "dp_shard") == {("all_gather", BF16): PARAMETERS - 1}
+    traced = trace(shard=4, tied=True, blocks=1)
+    assert traced.count("forward", "dp_shard") == {("all_gather", BF16): ONE_BLOCK - 1}
 
 
 @pytest.mark.parametrize(("param", "reduce"), [(FP32, FP32), (BF16, FP32), (BF16, BF16), (FP32, BF16)])
 def test_collectives_have_the_dtypes_asked_for(param: torch.dtype, reduce: torch.dtype) -> None:
-    traced = trace(shard=2, precision=Precision(param, reduce))
+    traced = trace(shard=2, precision=Precision(param, reduce), blocks=1)
     assert {c.dtype for c in traced.forward} == {param}
     assert {c.dtype for c in traced.backward if c.kind == "reduce_scatter"} == {reduce}
 
 
 def test_shards_of_one_element_are_gathered_like_all_others() -> None:
-    traced = trace(shard=SHAPE.dim)
-    for direction, some in ((traced.forward, PARAMETERS), (traced.backward, PARAMETERS - 1)):  # not the embedding again
+    traced = trace(shard=SHAPE.dim, blocks=1)
+    for direction, some in ((traced.forward, ONE_BLOCK), (traced.backward, ONE_BLOCK - 1)):  # not the embedding again
         gathers = [c for c in direction if c.kind == "all_gather"]
         assert [c.serves for c in gathers] == ["weight"] * some
         assert min(c.bytes_in for c in gathers) == BF16.itemsize
 
 
 def test_replicas_sum_gradients_with_one_all_reduce_each() -> None:
-    traced = trace(replicate=4)
+    traced = trace(replicate=4, blocks=1)
     assert traced.forward == []
-    assert traced.count("backward", "dp_replicate") == {("all_reduce", FP32): PARAMETERS}
+    assert traced.count("backward", "dp_replicate") == {("all_reduce", FP32): ONE_BLOCK}
 
 
 @pytest.mark.parametrize("vocab_size", [257, 3], ids=["uneven", "fewer rows than ranks"])
 def test_hybrid_sharding_sums_over_replicas_what_the_scatter_leaves(vocab_size: int) -> None:
-    traced = trace(replicate=2, shard=4, vocab_size=vocab_size)
-    assert traced.count("backward", "dp_shard")["reduce_scatter", FP32] == PARAMETERS
-    assert traced.count("backward", "dp_replicate") == {("all_reduce", FP32): PARAMETERS}
+    traced = trace(replicate=2, shard=4, vocab_size=vocab_size, blocks=1)
+    assert traced.count("backward", "dp_shard")["reduce_scatter", FP32] == ONE_BLOCK
+    assert traced.count("backward", "dp_replicate") == {("all_reduce", FP32): ONE_BLOCK}
     scattered = sorted(c.bytes_out for c in traced.backward if c.kind == "reduce_scatter")
     assert sorted(c.bytes_in for c in traced.backward if c.axis == "dp_replicate") == scattered
 
@@ -163,14 +165,14 @@ def test_tensor_parallel_ranks_exchange_activations_and_data_ranks_parameters() 
 
 
 def test_one_process_communicates_nothing_and_still_computes_in_the_compute_dtype() -> None:
-    traced = trace()
+    traced = trace(blocks=1)
     assert traced.forward == traced.backward == []
     assert not whole_weights() & {shape for shape in traced.kept if shape not in traced.shards}
 
 
 def test_a_collective_knows_its_module_and_bytes() -> None:
-    traced = trace(shard=2)
+    traced = trace(shard=2, blocks=1)
     by_module: dict[str, Any] = {c.module.removeprefix("model."): c for c in traced.forward}
-    gather = by_module["layers.1.feed_forward.w1"]
+    gather = by_module["layers.0.feed_forward.w1"]
     assert (gather.kind, gather.bytes_in, gather.bytes_out) == ("all_gather", 25 * 32 * 2, 50 * 32 * 2)
     assert {"tok_embeddings", "norm", "output", "layers.0.attention.wq"} <= by_module.keys()

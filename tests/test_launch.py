@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -12,12 +13,12 @@ import torch
 from ranks import run_ranks
 from tiny_run import arguments, launch_all, write_dataset
 
-from trainer import memory
+from trainer import fit, memory
 from trainer.config.check import check_config
 from trainer.config.load import ConfigError, load_config
 from trainer.config.schema import Config, replace
 from trainer.distributed import Place
-from trainer.fit import estimate_launch
+from trainer.fit import check_memory, count_staging_bytes, estimate_launch
 from trainer.launch import Launch, plan_launch
 from trainer.memory import device_capacity_bytes, estimate_memory
 from trainer.models.llama.config import weight_modules
@@ -232,6 +233,33 @@ def test_moments_are_those_of_the_optimizer(name: str, momentum: float, moments:
     config = replace(Config(), {"optimizer.name": name, "optimizer.momentum": momentum})
     found = estimate_launch(config, world_size=2)
     assert found.moments_bytes == moments * found.parameters_bytes
+
+
+def test_the_copy_of_an_asynchronous_save_counts_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"checkpoint.enable": True, "checkpoint.async_mode": "async", "training.seq_len": 8}
+    config = replace(Config(), {**settings, "parallelism.data_parallel_replicate_degree": 2})
+    needs = estimate_launch(config, 4)
+    state = needs.parameters_bytes + needs.moments_bytes
+    assert count_staging_bytes(config, 4) == state // 2, "replicas divide it"
+    assert count_staging_bytes(replace(config, {"checkpoint.enable": False}), 4) == 0
+    in_step = replace(config, {"checkpoint.async_mode": "disabled"})
+    assert count_staging_bytes(in_step, 4) == 0
+
+    def on(device: str, device_bytes: int, host_bytes: int, config: Config = config) -> str:
+        capacities = {"cuda": device_bytes, "cpu": host_bytes}
+        monkeypatch.setattr(fit, "device_capacity_bytes", lambda device, ranks: capacities[device.type])
+        where = dataclasses.replace(place(4), device=torch.device(device))
+        return "\n".join(check_memory(config, where))
+
+    total = needs.total_bytes
+    assert on("cpu", 0, total + state // 2) == on("cuda", total, state // 2) == on("cpu", 0, total, in_step) == ""
+    refused = on("cpu", 0, total + state // 2 - 1)
+    assert refused.startswith('checkpoint.async_mode = "async" on 4 ranks\n')
+    assert f"beside the {memory.format_bytes(total)} of training" in refused
+    assert "beside" not in on("cuda", total, state // 2 - 1)
+    assert on("cuda", total, state // 2 - 1).startswith("checkpoint.async_mode")
+    assert on("cuda", total - 1, state).startswith("model.flavor"), "the GPU's own memory has no copy"
+    assert on("cpu", 0, total - 1).startswith("model.flavor"), "one problem, not two"
 
 
 def write_group(folder: Path, limit: str, used: int, cache: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_graphs import SHAPE, copy_graph, trace
+from overlap_graphs import LLAMA_8B, SHAPE, copy_graph, trace
 from torch.fx import Graph
 
 from trainer.parallel.overlap.arrange import Overlap, move_gathers, plan
@@ -14,8 +14,7 @@ from trainer.parallel.overlap.find import Collective, find_collectives
 from trainer.parallel.overlap.plan import MAX_BUCKET_BYTES, check_patterns, match, plan_by_block, plan_by_modules
 
 ops = torch.ops._c10d_functional
-# The 8B model's 32 blocks, small, with rows that 64 ranks divide.
-LLAMA_8B = dataclasses.replace(SHAPE, n_layers=32, dim=64, head_dim=32, ffn_dim=128)
+ONE_BLOCK = dataclasses.replace(SHAPE, n_layers=1)
 
 
 def gather(
@@ -106,7 +105,7 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
 
 def test_an_unknown_pattern_stops_compilation() -> None:
     with pytest.raises(Exception, match=r"compile\.bucket_modules has 'blocks"):
-        trace(shard=2, overlap=Overlap("block", True, modules=("blocks.*",)))
+        trace(shape=ONE_BLOCK, shard=2, overlap=Overlap("block", True, modules=("blocks.*",)))
 
 
 def test_bucketing_none_plans_each_collective_alone() -> None:

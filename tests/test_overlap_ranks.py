@@ -50,18 +50,17 @@ class Case:
         return self.replicate * self.shard * self.tp
 
 
+# Every value of every axis once; where several differ from the first case, a failure names what it is about.
 CASES = {
     "short last shard": Case(shard=4),
     "unfused": Case(shard=2, backend="aot_eager"),
     "no cast before the gather": Case(shard=4, precision=Precision(FLOAT32, FLOAT32)),
-    "empty shards": Case(shard=64),
-    "replicas": Case(replicate=2, shard=4),
-    "replicas of empty shards": Case(replicate=2, shard=64),
+    "empty shards, recomputed blocks": Case(shard=64, recompute=("full", "")),
+    "replicas, cast gradients": Case(replicate=2, shard=4, precision=Precision(BFLOAT16, BFLOAT16)),
     "tensor parallel": Case(shard=3, tp=2, shape=dataclasses.replace(SMALL, vocab_size=256)),
-    "kept weights": Case(regather=False),
-    "recomputed blocks": Case(recompute=("full", "")),
-    "a memory budget": Case(memory_budget=0.5),
-    "cast gradients": Case(precision=Precision(BFLOAT16, BFLOAT16)),
+    "replicas of empty shards, kept weights, a memory budget": Case(
+        replicate=2, shard=64, regather=False, memory_budget=0.5
+    ),
 }
 FAST = ("short last shard", "unfused")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from overlap_graphs import SHAPE, Graphs, copy_graph, positions, trace
+from overlap_graphs import LLAMA_8B, SHAPE, Graphs, copy_graph, positions, trace
 from torch.fx import GraphModule, Node
 
 from trainer.distributed import fake_process_group
@@ -140,18 +140,22 @@ def test_arranging_does_not_depend_on_names_of_process_groups() -> None:
 
 @pytest.mark.slow
 def test_passes_take_linear_time() -> None:
-    even = dataclasses.replace(SHAPE, dim=64, head_dim=16, ffn_dim=128)
     seconds = {}
-    for layers in (6, 60):
-        graphs = trace(shape=dataclasses.replace(even, n_layers=layers), shard=32)
+    for layers in (4, 32):
+        graphs = trace(shape=dataclasses.replace(LLAMA_8B, n_layers=layers), shard=64)
         nodes = len(graphs.forward.graph.nodes) + len(graphs.backward.graph.nodes)
-        copies = [copy_graph(graphs.forward), copy_graph(graphs.backward)]
-        begin = time.process_time()
-        for gm in copies:
-            arrange(gm, graphs.axes, BLOCK)
-        seconds[nodes] = time.process_time() - begin
+        seconds[nodes] = min(seconds_to_arrange(graphs) for _ in range(3))
     (few, short), (many, long) = seconds.items()
-    assert long / many < 3 * short / few, "ten times the nodes would take ten times as long each, were a pass quadratic"
+    assert many > 7 * few
+    assert long / many < 3 * short / few, "each of many nodes would take 7 times as long, were a pass quadratic"
+
+
+def seconds_to_arrange(graphs: Graphs) -> float:
+    copies = [copy_graph(graphs.forward), copy_graph(graphs.backward)]
+    begin = time.process_time()
+    for gm in copies:
+        arrange(gm, graphs.axes, BLOCK)
+    return time.process_time() - begin
 
 
 def planned(gm: GraphModule) -> list[str]:
@@ -226,9 +230,11 @@ def compile_with_inductor(replicate: int, shard: int, tp: int) -> tuple[list[lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicate", "shard", "tp"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)], ids=["FSDP", "DDP", "HSDP", "FSDP+TP"]
+    ("replicate", "shard", "tp"), [(2, 1, 1), (2, 2, 1), (1, 2, 2)], ids=["DDP", "HSDP", "FSDP+TP"]
 )
-def test_inductor_runs_what_was_planned(replicate: int, shard: int, tp: int) -> None:
+def test_inductor_runs_what_was_planned(replicate: int, shard: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is read is the code that calls the kernels; these are left empty, as their compilation takes longest.
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", lambda *_: lambda *_: None)
     with torch._inductor.config.patch(force_disable_caches=True), fake_process_group(replicate * shard * tp):
         plans, codes = compile_with_inductor(replicate, shard, tp)
     assert all("matmul" in plan for plan in plans)

@@ -24,8 +24,8 @@ from trainer.parallel.simple_fsdp import Precision
 
 FLOAT32 = Precision(torch.float32, torch.float32)
 # Many tokens and small weights, so that activations make the peak; and the other way round.
-ACTIVATIONS = LlamaConfig(dim=64, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=160, vocab_size=64)
-WEIGHTS = LlamaConfig(dim=128, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=512, vocab_size=64)
+ACTIVATIONS = LlamaConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=160, vocab_size=64)
+WEIGHTS = LlamaConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=512, vocab_size=64)
 
 
 @dataclasses.dataclass(frozen=True)

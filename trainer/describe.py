@@ -12,7 +12,8 @@ from trainer.build import Run
 from trainer.config.check import accumulation_steps, resolve_global_batch_size
 from trainer.config.check_float8 import CONVERTER, describe_choices
 from trainer.config.schema import Config
-from trainer.fit import estimate_launch
+from trainer.fit import count_staging_bytes, estimate_launch
+from trainer.memory import format_bytes
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import split_by_decay
 from trainer.parallel.mesh import Mesh
@@ -58,8 +59,14 @@ def describe(config: Config, mesh: Mesh, model: nn.Module, world_size: int) -> l
         f"Batch: {training.local_batch_size} rows x {mesh.data_ranks} data ranks x "
         f"{accumulation_steps(config, world_size)} accumulated = {rows} rows of {training.seq_len} tokens = "
         f"{rows * training.seq_len:,} tokens per step",
-        f"Memory estimate: {estimate_launch(config, world_size)}",
+        f"Memory estimate: {estimate_launch(config, world_size)}{_describe_staging(config, world_size)}",
     ]
+
+
+def _describe_staging(config: Config, world_size: int) -> str:
+    """Say what an asynchronous save copies, and where it lies: in host memory, on CPUs that of the device as well."""
+    copy_bytes = count_staging_bytes(config, world_size)
+    return f", and {format_bytes(copy_bytes)} of host memory for the copy of a save" if copy_bytes else ""
 
 
 def _describe_float8(config: Config) -> list[str]:

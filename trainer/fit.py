@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from trainer.config.check import dp_degrees
 from trainer.config.schema import Config
+from trainer.config.values import write_value
 from trainer.distributed import Place
 from trainer.dtypes import DTYPES
 from trainer.memory import MemoryEstimate, device_capacity_bytes, estimate_memory, format_bytes
@@ -20,6 +23,10 @@ USABLE = 0.9  # of a device's memory: the rest is for what an allocator can't us
 
 
 def check_memory(config: Config, place: Place) -> list[str]:
+    return [*_check_device(config, place), *_check_host(config, place)]
+
+
+def _check_device(config: Config, place: Place) -> list[str]:
     estimate = estimate_launch(config, place.world_size)
     capacity = device_capacity_bytes(place.device, place.local_world_size)
     if estimate.total_bytes <= capacity:
@@ -31,6 +38,33 @@ def check_memory(config: Config, place: Place) -> list[str]:
         f"The run needs {estimate}, and {has} {format_bytes(capacity)}. "
         "Use more ranks, or lower one of the three."
     ]
+
+
+def _check_host(config: Config, place: Place) -> list[str]:
+    """Check the copy of an asynchronous save, which on CPUs lies beside what training holds."""
+    copy_bytes = count_staging_bytes(config, place.world_size)
+    held_bytes = 0 if place.device.type == "cuda" else estimate_launch(config, place.world_size).total_bytes
+    capacity = device_capacity_bytes(torch.device("cpu"), place.local_world_size)
+    if not copy_bytes or held_bytes > capacity or held_bytes + copy_bytes <= capacity:
+        return []
+    beside = f" beside the {format_bytes(held_bytes)} of training" if held_bytes else ""
+    return [
+        f"checkpoint.async_mode = {write_value(config.checkpoint.async_mode)} on {place.world_size} ranks\n"
+        f"An asynchronous save copies {format_bytes(copy_bytes)} of each rank to host memory{beside}, and of what is "
+        f"available there now a rank's share is {format_bytes(capacity)}. Use more ranks, or leave "
+        "checkpoint.async_mode out."
+    ]
+
+
+def count_staging_bytes(config: Config, world_size: int) -> int:
+    """Return what a rank copies to host memory for an asynchronous save: its parts of parameters and moments.
+
+    Replicas have the same parts, and divide them among them. 0 where no save is asynchronous.
+    """
+    if not config.checkpoint.enable or config.checkpoint.async_mode == "disabled":
+        return 0
+    estimate = estimate_launch(config, world_size)
+    return (estimate.parameters_bytes + estimate.moments_bytes) // dp_degrees(config, world_size)[0]
 
 
 def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
