@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.config.check import accumulation_steps, check_config
-from trainer.config.check_float8 import CONVERTER, SECTION
+from trainer.config.check_float8 import SECTION
 from trainer.config.load import ConfigError, load_config
 from trainer.config.schema import Config, Float8, replace
 from trainer.door import EXIT_REFUSED, open_door
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         problems = check_config(loaded.config, world_size)
         if problems:
             raise ConfigError(problems)
-        is_float8 = CONVERTER in loaded.config.model.converters
+        is_float8 = loaded.config.model.is_float8
         hardware = find_hardware(arguments.hardware, float8=is_float8)
     except ValueError as error:
         print(error, file=sys.stderr)

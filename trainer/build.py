@@ -22,7 +22,6 @@ from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.rng import random_state, restore_random_state, seed_random
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.together import gather_everywhere, is_first, run_together
-from trainer.config.check_float8 import CONVERTER
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
@@ -249,7 +248,7 @@ def _peak(config: Config, place: Place) -> Peak:
 
 def _float8_peak(config: Config, place: Place) -> Peak | None:
     """Return what the device does at best in float8, where layers are float8 and the table has it."""
-    if CONVERTER not in config.model.converters:
+    if not config.model.is_float8:
         return None
     peak = listed_peak_flops(place.device, torch.float8_e4m3fn)
     if peak is None and place.rank == 0:
