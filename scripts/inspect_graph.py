@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.config.check import accumulation_steps, check_config
-from trainer.config.check_float8 import CONVERTER, SECTION
+from trainer.config.check_float8 import SECTION
 from trainer.config.load import ConfigError, load_config
 from trainer.config.schema import Config, Float8, replace
 from trainer.door import EXIT_REFUSED, open_door
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         problems = check_config(loaded.config, world_size)
         if problems:
             raise ConfigError(problems)
-        is_float8 = CONVERTER in loaded.config.model.converters
+        is_float8 = loaded.config.model.is_float8
         hardware = find_hardware(arguments.hardware, float8=is_float8)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -194,7 +194,7 @@ def config_of_row(row: dict[str, Any]) -> Config:
     """Return the config of a published run, as far as `TRACED_ROWS` goes."""
     mode, option = RECOMPUTE[row["recompute"]]
     float8 = [
-        *("--model.converters", CONVERTER),
+        *("--model.converters", "float8"),
         *(f"--{SECTION}.enable_fsdp_float8_all_gather", f"--{SECTION}.precompute_float8_dynamic_scale_for_fsdp"),
     ]
     return load_config(
@@ -222,7 +222,7 @@ def print_published(hardware: str) -> None:
     for name in TRACED_ROWS:
         row = rows[name]
         config = config_of_row(row)
-        is_float8 = CONVERTER in config.model.converters
+        is_float8 = config.model.is_float8
         block = inspect(config, row["gpus"], find_hardware(hardware, float8=is_float8))[0][1]
         tps, gib = block.tokens_per_second, block.peak_bytes / GIB
         print(

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from trainer.loss import sum_token_losses
-from trainer.models.llama.config import LlamaConfig
+from trainer.models.llama.config import LlamaConfig, linear_layers
 from trainer.models.llama.model import Llama, initial_std
 from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
 from trainer.parallel.compile import build_sum_losses
+from trainer.parallel.float8.apply import NOTHING_IN_FLOAT8, Float8
 from trainer.parallel.graph_report import GraphReport, check_order
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.overlap.arrange import PLAIN, Overlap
@@ -35,6 +36,7 @@ class Case:
     option: str = ""
     overlap: Overlap = PLAIN
     hardware: str = "H100"
+    float8: Float8 = NOTHING_IN_FLOAT8
     other_source: bool = False
 
 
@@ -51,8 +53,8 @@ def compile_once(mesh: Mesh, case: Case) -> GraphReport:
     AsyncCompile.cpp_pybinding = lambda *_: lambda *_: None  # type: ignore[method-assign]
     with torch.device("meta"):
         model = Llama(SHAPE)
-    layout = Layout(TENSOR_PARALLEL, BLOCKS, Precision(torch.float32, torch.float32), case.recompute, case.option)
-    parallelize(model, mesh, layout)
+    precision = Precision(torch.float32, torch.float32)
+    parallelize(model, mesh, Layout(TENSOR_PARALLEL, BLOCKS, precision, case.recompute, case.option, case.float8))
     initialize(model, torch.device("cpu"), initial_std(SHAPE), seed=0)
     report = GraphReport(mesh.axis_of_group())
     world = World(mesh.axis_of_group(), rings_of(mesh), HARDWARE[case.hardware])
@@ -120,6 +122,27 @@ def test_a_second_start_hits_the_cache_and_every_change_misses_it(
     # What was compiled comes last, and is found: it is not the process that misses those before it.
     for found in run_ranks(look_up, 2, [*changed, base], timeout_seconds=400):
         assert found == [False] * len(changed) + [True]
+
+
+@pytest.mark.slow
+def test_float8_graphs_are_kept_and_the_recipe_and_its_gather_are_part_of_their_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layers = frozenset(name for name in linear_layers(SHAPE) if name != "output")
+    gathered = Float8(layers, "tensorwise", gather=True, emulate=True)  # emulated: kernels don't take these widths
+    cases = {
+        "cold": gathered,
+        "warm": gathered,
+        "other gather": dataclasses.replace(gathered, gather=False),
+        "other recipe": dataclasses.replace(gathered, gather=False, recipe="rowwise"),
+    }
+    reports = {name: run_ranks(compile_once, 2, Case(float8=case), timeout_seconds=400) for name, case in cases.items()}
+    for name, found in reports.items():
+        assert all(report.from_cache is (name == "warm") for report in found), name
+        forward = " ".join(found[0].lines["forward"])
+        assert ("float8 (uint8)" in forward) == (name in ("cold", "warm")), name
+        assert ("all_reduce over dp_shard" in forward) == (name != "other recipe"), name
 
 
 def test_the_partitions_key_changes_with_its_settings_and_our_source(monkeypatch: pytest.MonkeyPatch) -> None:

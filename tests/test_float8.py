@@ -12,7 +12,7 @@ from trainer.parallel.float8 import device as float8_device
 from trainer.parallel.float8.cast import E4M3, E5M2, Scaled, amax_of, cast, restore, scale_and_cast, scale_of
 from trainer.parallel.float8.device import find_missing_float8
 from trainer.parallel.float8.gather import agree_on_scale
-from trainer.parallel.float8.matmul import RECIPES, Weight, linear
+from trainer.parallel.float8.matmul import RECIPES, Operand, linear
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 # Half the distance of neighbours: relative to a normal value, and absolute below 2**-6 and 2**-14.
@@ -97,7 +97,7 @@ def test_a_layer_is_within_the_bound_of_its_formats_from_float64(name: str, make
     recipe = RECIPES[name]
     x, w, grad = make(64, 48, seed=1), make(32, 48, seed=2), make(64, 32, seed=3)
     x.requires_grad_(), w.requires_grad_()
-    weight = w if recipe.by_row else Weight(w, agree_on_scale(w.detach(), ()))
+    weight = w if recipe.by_row else Operand(w, agree_on_scale(w.detach(), ()))
     y = linear(x.unsqueeze(0), weight, recipe, emulate=emulate)
     y.backward(grad.unsqueeze(0))
     x64, w64, grad64 = (t.detach().double() for t in (x, w, grad))
@@ -131,7 +131,7 @@ def test_emulation_multiplies_the_same_values(name: str, dtype: torch.dtype) -> 
     recipe, results = RECIPES[name], []
     for emulate in (False, True):
         x, w = draw(64, 48).to(dtype).requires_grad_(), draw(32, 48, seed=1).to(dtype).requires_grad_()
-        y = linear(x, w if recipe.by_row else Weight(w, agree_on_scale(w.detach(), ())), recipe, emulate=emulate)
+        y = linear(x, w if recipe.by_row else Operand(w, agree_on_scale(w.detach(), ())), recipe, emulate=emulate)
         y.backward(draw(64, 32, seed=2).to(dtype))
         results.append([y, x.grad, w.grad])
     tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7

@@ -32,11 +32,11 @@ def scales(gm: GraphModule, graphs: Graphs) -> list[Collective]:
 
 
 def nodes_between(node: Node, target: object) -> list[Node]:
-    """Return what leads from `node` to calls of `target`, by first arguments: layouts and casts alone."""
+    """Return what leads from `node` to calls of `target`, or is kept: by first arguments, layouts and casts alone."""
     found, ahead = [], list(node.users)
     while ahead:
         user = ahead.pop()
-        if user.target is not target:
+        if user.target is not target and user.op != "output":
             assert user.target in LAYOUTS | CASTS | {aten.mul.Tensor}, user.target
             found.append(user)
             ahead += user.users
@@ -53,16 +53,66 @@ def test_the_gather_carries_a_byte_an_element_and_feeds_the_matmul_without_a_cas
     for c in found:
         outputs, inputs = linear_layers(EVEN)[c.module]
         assert c.bytes_out == outputs * inputs // tp
-        shard = c.start.args[0]
-        while shard.target is not aten.view.dtype:
-            assert shard.target in LAYOUTS
-            shard = shard.args[0]
-        cast = shard.args[0]
-        assert cast.target in CASTS
-        assert cast.meta["val"].dtype == torch.float8_e4m3fn
-        assert cast.args[0].meta["val"].dtype == torch.bfloat16
-        between = nodes_between(c.wait, aten._scaled_mm.default)
-        assert not any(node.target in CASTS or node.target is aten.mul.Tensor for node in between)
+        assert_cast_once(c)
+
+
+def assert_cast_once(c: Collective) -> None:
+    """Assert that what travels was cast from bfloat16 just before, and is not cast after."""
+    shard = c.start.args[0]
+    while shard.target is not aten.view.dtype:
+        assert shard.target in LAYOUTS
+        shard = shard.args[0]
+    cast = shard.args[0]
+    assert cast.target in CASTS
+    assert cast.meta["val"].dtype == torch.float8_e4m3fn
+    assert cast.args[0].meta["val"].dtype == torch.bfloat16
+    between = nodes_between(c.wait, aten._scaled_mm.default)
+    assert not any(node.target in CASTS or node.target is aten.mul.Tensor for node in between)
+
+
+def sequence_gathers(graphs: Graphs, direction: str) -> dict[str, Collective]:
+    """Return the gathers along the sequence over `tp` that carry float8, by module."""
+    found = [c for c in graphs.collectives(direction, "tp") if c.kind == "all_gather" and c.dtype == torch.uint8]
+    assert len({c.module for c in found}) == len(found)
+    return {c.module: c for c in found}
+
+
+READERS = [f"layers.{i}.{part}" for i in range(EVEN.n_layers) for part in ("attention", "feed_forward")]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_are_cast_once_and_gathered_once_for_all_layers_that_read_them(recompute: str) -> None:
+    graphs = trace(shape=EVEN, tp=2, float8=Float8(LAYERS, "tensorwise"), recompute=(recompute, ""))
+    found = sequence_gathers(graphs, "forward")
+    assert list(found) == READERS
+    for c in found.values():
+        assert c.bytes_in == 16 // 2 * EVEN.dim
+        assert_cast_once(c)
+    again = sequence_gathers(graphs, "backward")
+    assert sorted(again) == (READERS if recompute == "full" else [])
+    assert all(c.bytes_in == 16 // 2 * EVEN.dim for c in again.values())
+    # The largest magnitudes, of the weights and of what is gathered, are agreed on once.
+    numbers = {
+        direction: [c for c in graphs.collectives(direction, "tp") if c.op == "max" and c.bytes_in == 4]
+        for direction in ("forward", "backward")
+    }
+    assert len(numbers["forward"]) == len(LAYERS) + len(READERS)
+    assert not numbers["backward"]
+    # What is summed and split in backward is in the compute dtype.
+    scattered = [c for c in graphs.collectives("backward", "tp") if c.kind == "reduce_scatter"]
+    assert {c.dtype for c in scattered} == {torch.bfloat16}
+    assert {c.module for c in scattered} >= set(READERS)
+
+
+def test_activations_are_gathered_in_bfloat16_where_one_reader_is_not_float8_or_rows_have_scales() -> None:
+    without_wk = LAYERS - {"layers.0.attention.wk"}
+    found = sequence_gathers(trace(shape=EVEN, tp=2, float8=Float8(without_wk, "tensorwise")), "forward")
+    assert list(found) == [name for name in READERS if name != "layers.0.attention"]
+    for recipe in ("rowwise", "rowwise_with_gw_hp"):
+        graphs = trace(shape=EVEN, tp=2, float8=Float8(LAYERS, recipe))
+        assert not sequence_gathers(graphs, "forward")
+    head = trace(shape=EVEN, tp=2, float8=Float8(LAYERS | {"output"}, "tensorwise"))
+    assert [name for name in sequence_gathers(head, "forward") if name not in READERS] == ["output"]
 
 
 def test_without_the_float8_gather_bfloat16_travels_and_is_cast_after() -> None:

@@ -193,7 +193,8 @@ def test_a_run_on_another_machine_keeps_its_settings_open(tmp_path: Path) -> Non
 
 def estimate(**changes: Any) -> memory.MemoryEstimate:
     facts = {"parameters": 1000, "gathered_parameters": 300, "shards": 4, "moments": 2, "storage_bytes": 4}
-    return estimate_memory(**{**facts, "compute_bytes": 2, "activations_bytes": 77, **changes})
+    facts |= {"gathered_float8_parameters": 0, "compute_bytes": 2, "activations_bytes": 77}
+    return estimate_memory(**(facts | changes))
 
 
 def test_the_estimate_is_the_sum_of_what_a_rank_holds() -> None:
@@ -224,6 +225,25 @@ def test_the_estimate_follows_what_is_divided_kept_and_recomputed() -> None:
         of(**changes).activations_bytes for changes in ({}, every_third, {mode: "selective"}, budget, {mode: "full"})
     ]
     assert kept == sorted(set(kept), reverse=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("regather", ["default", "never"])
+def test_weights_gathered_in_float8_are_a_byte_each(regather: str, tied: bool) -> None:
+    def gathered_bytes(gather: bool, filter_fqns: tuple[str, ...]) -> int:
+        values = {"model.flavor": "8B", "model.converters": ("float8",), "model.args.tie_embeddings": tied}
+        values |= {"quantize.linear.float8.filter_fqns": filter_fqns, "parallelism.tensor_parallel_degree": 2}
+        values |= {"quantize.linear.float8.enable_fsdp_float8_all_gather": gather}
+        values["parallelism.fsdp_reshard_after_forward"] = regather
+        return estimate_launch(replace(Config(), values), world_size=8).gathered_bytes
+
+    block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    blocks = 32 if regather == "never" else 2
+    head = 128256 * 4096
+    saved = gathered_bytes(False, ("output",)) - gathered_bytes(True, ("output",))
+    assert saved == blocks * block // 2  # tp 2, and one byte for two
+    saved_by_head = gathered_bytes(True, ("output",)) - gathered_bytes(True, ())
+    assert saved_by_head == (-head // 2 if tied else head // 2)  # a tied one is gathered for the embedding too
 
 
 @pytest.mark.parametrize(

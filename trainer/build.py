@@ -19,7 +19,6 @@ from trainer.begin import begin
 from trainer.checkpoint.folder import remove_old
 from trainer.checkpoint.rng import seed_random
 from trainer.checkpoint.saver import Saver
-from trainer.config.check_float8 import CONVERTER
 from trainer.config.schema import Config
 from trainer.data.batches import HeldOutData, TrainingData
 from trainer.data.prepare import Prepared
@@ -221,7 +220,7 @@ def _peak(config: Config, place: Place) -> Peak:
 
 def _float8_peak(config: Config, place: Place) -> Peak | None:
     """Return what the device does at best in float8, where layers are float8 and the table has it."""
-    if CONVERTER not in config.model.converters:
+    if not config.model.is_float8:
         return None
     peak = listed_peak_flops(place.device, torch.float8_e4m3fn)
     if peak is None and place.rank == 0:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.build import Run
 from trainer.config.check import accumulation_steps, resolve_global_batch_size
-from trainer.config.check_float8 import CONVERTER, describe_choices
+from trainer.config.check_float8 import describe_choices
 from trainer.config.schema import Config
 from trainer.fit import count_staging_bytes, estimate_launch
 from trainer.memory import format_bytes
@@ -71,7 +71,7 @@ def _describe_staging(config: Config, world_size: int) -> str:
 
 def _describe_float8(config: Config) -> list[str]:
     """Say which layers are float8, how, and what that means for the law."""
-    if CONVERTER not in config.model.converters:
+    if not config.model.is_float8:
         return []
     options = config.quantize.linear.float8
     travel = "float8" if options.enable_fsdp_float8_all_gather else config.training.mixed_precision_param

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config.check import dp_degrees
+from trainer.config.check_float8 import choose_float8
 from trainer.config.schema import Config
 from trainer.config.values import write_value
 from trainer.distributed import Place
@@ -74,15 +75,29 @@ def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
     keeps_gathered = config.parallelism.fsdp_reshard_after_forward == "never"
     # Gathered again in backward, parameters of about two blocks are whole at a time: one in use, one on its way.
     gathered = shape if keeps_gathered else dataclasses.replace(shape, n_layers=min(2, shape.n_layers))
+    in_compute_dtype, in_float8 = _count_gathered(config, family, gathered)
     return estimate_memory(
         parameters=family.count_parameters(shape) // tp,
-        gathered_parameters=family.count_parameters(gathered) // tp,
+        gathered_parameters=in_compute_dtype // tp,
+        gathered_float8_parameters=in_float8 // tp,
         shards=dp_degrees(config, world_size)[1],
         moments={"SGD": 1 if config.optimizer.momentum else 0}.get(config.optimizer.name, 2),
         storage_bytes=DTYPES[config.training.dtype].itemsize,
         compute_bytes=DTYPES[config.training.mixed_precision_param].itemsize,
         activations_bytes=_count_activation_bytes(config, family, shape) // tp,
     )
+
+
+def _count_gathered(config: Config, family: Family, shape: Any) -> tuple[int, int]:
+    """Count the parameters that are gathered in the compute dtype, and those in float8: a tied head is in both."""
+    parameters = family.count_parameters(shape)
+    if not config.quantize.linear.float8.enable_fsdp_float8_all_gather:
+        return parameters, 0
+    chosen = [choice for choice in choose_float8(config, family.linear_layers(shape)) if choice.is_chosen]
+    sizes = {choice.name: choice.out_features * choice.in_features for choice in chosen}
+    of_embedding = sizes.get("output", 0) if shape.tie_embeddings else 0
+    in_float8 = sum(sizes.values())
+    return parameters - in_float8 + of_embedding, in_float8
 
 
 def graph_limit_bytes(config: Config, world_size: int, memory_bytes: float) -> float:

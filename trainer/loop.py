@@ -180,7 +180,7 @@ class Loop:
         bad = {name for found in gather_objects(find_not_finite(parameters), run.host_group) for name in found}
         first = next((name for name in parameters if name in bad), None)
         if first and run.place.rank == 0:
-            of_float8 = ", and with it its float8 scale where it has one" if run.config.model.converters else ""
+            of_float8 = ", and with it its float8 scale where it has one" if run.config.model.is_float8 else ""
             log.error(f"Before the step, the first parameter that is not finite is {first}{of_float8}")
 
     def _is_validation_due(self) -> bool:

@@ -53,6 +53,7 @@ def estimate_memory(
     *,
     parameters: int,
     gathered_parameters: int,
+    gathered_float8_parameters: int,
     shards: int,
     moments: int,
     storage_bytes: int,
@@ -62,7 +63,7 @@ def estimate_memory(
     """Estimate one device's share of `parameters` divided over `shards` ranks, with `moments` per parameter.
 
     `gathered_parameters` of them are whole at a time. A single rank gathers nothing, and only holds a copy where
-    compute has another dtype.
+    compute has another dtype. `gathered_float8_parameters` are whole at a time as single bytes, always a copy.
     """
     per_rank = -(-parameters // shards)
     copies = shards > 1 or storage_bytes != compute_bytes
@@ -70,7 +71,7 @@ def estimate_memory(
         parameters_bytes=per_rank * storage_bytes,
         gradients_bytes=per_rank * storage_bytes,
         moments_bytes=per_rank * storage_bytes * moments,
-        gathered_bytes=gathered_parameters * compute_bytes if copies else 0,
+        gathered_bytes=(gathered_parameters * compute_bytes if copies else 0) + gathered_float8_parameters,
         activations_bytes=activations_bytes,
     )
 

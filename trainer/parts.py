@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.config.check import dp_degrees
-from trainer.config.check_float8 import CONVERTER, SECTION, Choice, choose_float8
+from trainer.config.check_float8 import SECTION, Choice, choose_float8
 from trainer.config.load import ConfigError
 from trainer.config.schema import Config
 from trainer.dtypes import DTYPES
@@ -94,7 +94,7 @@ def build_float8(config: Config, device: torch.device) -> Float8:
 def find_missing_float8_of(config: Config, device: torch.device) -> str:
     """Return why `device` can't multiply as the config's float8 recipe does; empty where it can or needn't."""
     options = config.quantize.linear.float8
-    if CONVERTER not in config.model.converters or options.emulate:
+    if not config.model.is_float8 or options.emulate:
         return ""
     return find_missing_float8(device, options.recipe_name, DTYPES[config.training.mixed_precision_param])
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from trainer.config.schema import Config, Float8, get, settings
+from trainer.config.schema import CONVERTER, Config, Float8, get, settings
 from trainer.config.values import list_words, write_value
 from trainer.models.llama.config import LlamaConfig, linear_layers
 from trainer.models.llama.plan import TENSOR_PARALLEL
 
-CONVERTER, SECTION = "float8", "quantize.linear.float8"
+SECTION = "quantize.linear.float8"
 AUTO_FILTER = "auto_filter_small_kn"
 MULTIPLE = 16  # of features and tokens, for float8 kernels: they read 16 bytes at once
 SPLIT = {"rows": 0, "head": 0, "columns": 1}  # which of (output, input) features a role of tensor parallelism divides
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 def choose_float8(config: Config, layers: Mapping[str, tuple[int, int]]) -> list[Choice]:
     """Decide for each of `layers`, names and (output, input) features; all stay where the converter isn't there."""
-    if CONVERTER not in config.model.converters:
+    if not config.model.is_float8:
         return [Choice(name, *shape, f'model.converters has no "{CONVERTER}"') for name, shape in layers.items()]
     options = config.quantize.linear.float8
     return [Choice(name, *shape, _reason(options, name, *shape)) for name, shape in layers.items()]
@@ -87,7 +87,7 @@ def _find_too_small(recipe: str, n: int, k: int) -> str:
 
 def check_float8(config: Config, c: LlamaConfig) -> Iterator[str]:
     """Yield what is wrong with float8 settings, alone, for the model's shape, and with tensor parallelism."""
-    if CONVERTER not in config.model.converters:
+    if not config.model.is_float8:
         yield from _find_idle_settings(config)
         return
     choices = choose_float8(config, linear_layers(c))

@@ -36,6 +36,9 @@ experiment = functools.partial(_setting, half="experiment")
 machine = functools.partial(_setting, half="machine")
 
 
+CONVERTER = "float8"  # of linear layers
+
+
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = machine("./outputs", "Folder that receives everything the run writes.", unit="path")
@@ -75,9 +78,14 @@ class Model:
         unit="path",
     )
     converters: tuple[str, ...] = experiment(
-        (), "What the model is turned into before training; see quantize.linear.float8.", choices=("float8",)
+        (), "What the model is turned into before training; see quantize.linear.float8.", choices=(CONVERTER,)
     )
     args: ModelArgs = field(default_factory=ModelArgs)
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether linear layers compute in float8: those that quantize.linear.float8 chooses."""
+        return CONVERTER in self.converters
 
 
 @dataclass(frozen=True)

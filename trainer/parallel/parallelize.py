@@ -39,7 +39,7 @@ def parallelize(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
     last: a gather is what reading a parameter means, so it happens inside everything else.
     """
     apply_tensor_parallel(model, mesh, layout.tensor_plan)
-    apply_float8(model, mesh, layout.float8)
+    apply_float8(model, mesh, layout.float8, layout.tensor_plan)
     apply_recompute(model, layout.blocks, mode=layout.recompute_mode, option=layout.recompute_option)
     apply_simple_fsdp(model, mesh, layout.precision)
 

@@ -167,9 +167,12 @@ def _only_scatter_after(node: Node) -> Node | None:
 def mark_gathered(gm: GraphModule, regather: bool) -> None:
     """Mark gathered parameters to be computed again in backward, or to be kept, whatever their block does.
 
-    A single number, as the scale of a float8 weight, is always kept: to compute it again takes the whole shard, and a
-    collective.
+    A single number on which ranks agree, as the largest magnitude of what is cast to float8, is always kept: to compute
+    it again takes the whole shard, and a collective.
     """
+    for node in gm.graph.find_nodes(op="call_function", target=WAIT):
+        if is_number(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in find_weights(gm):
         if is_number(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -29,6 +29,9 @@ COLLECTIVES = torch.ops._c10d_functional
 SEQUENCE = 1  # the dim of tokens in every activation
 SPLIT_DIM = {"vocabulary": 0, "rows": 0, "columns": 1, "head": 0}
 
+# A module that gathers its first argument does it by what its attribute of this name is, called as `gather_sequence`.
+GATHER_INPUT = "gather_input"
+
 
 class Axis(NamedTuple):
     """The tensor-parallel axis as the graph sees it: constants."""
@@ -44,12 +47,14 @@ def axis_of(mesh: Mesh) -> Axis:
     return Axis(tp.size(), tp.get_local_rank(), tp.get_group().group_name)
 
 
-def _gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Collective over `tp`. Return all ranks' parts, joined along `dim`; without gradient."""
     parts = COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
     return torch.cat(parts.chunk(axis.size), dim=dim) if dim else parts
 
 
-def _reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Collective over `tp`. Return this rank's part along `dim` of the sum over ranks; without gradient."""
     parts = torch.cat(x.chunk(axis.size, dim=dim)) if dim else x
     return COLLECTIVES.wait_tensor(COLLECTIVES.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group))
 
@@ -62,22 +67,22 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return _gather(x, SEQUENCE, axis)
+        return all_gather(x, SEQUENCE, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, SEQUENCE, ctx.axis), None
+        return reduce_scatter(grad, SEQUENCE, ctx.axis), None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return _reduce_scatter(x, SEQUENCE, axis)
+        return reduce_scatter(x, SEQUENCE, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, SEQUENCE, ctx.axis), None
+        return all_gather(grad, SEQUENCE, ctx.axis), None
 
 
 class _Sum(torch.autograd.Function):
@@ -112,7 +117,7 @@ def gather_features(x: Tensor, size: int, axis: Axis) -> Tensor:
     """
     part = -(-size // axis.size)
     padded = F.pad(x, (0, part - x.shape[-1])).movedim(-1, 0)
-    return _gather(padded, 0, axis)[:size].movedim(0, -1)
+    return all_gather(padded, 0, axis)[:size].movedim(0, -1)
 
 
 class VocabularyPart(nn.Embedding):
@@ -130,7 +135,7 @@ class VocabularyPart(nn.Embedding):
 
 
 def _gather_first_argument(axis: Axis) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda module, inputs: (gather_sequence(inputs[0], axis), *inputs[1:])
+    return lambda module, inputs: (getattr(module, GATHER_INPUT, gather_sequence)(inputs[0], axis), *inputs[1:])
 
 
 def _scatter_output(axis: Axis) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
@@ -157,6 +162,28 @@ def _split(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh) -> nn.Param
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
+def find_roles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Map names of modules to the roles that `plan` gives by pattern; ValueError for one that matches no module."""
+    modules = [name for name, _ in model.named_modules()]
+    roles: dict[str, str] = {}
+    for pattern, role in plan.items():
+        names = [name for name in modules if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+        if not names:
+            raise ValueError(f"The tensor-parallel plan names {pattern!r}, and the model has no such module")
+        roles |= dict.fromkeys(names, role)
+    return roles
+
+
+def find_readers(model: nn.Module, plan: Mapping[str, str]) -> dict[str, list[str]]:
+    """Map each module that gathers its input to the linear layers that multiply what it has gathered."""
+    roles = find_roles(model, plan)
+    readers = {name: [name] for name, role in roles.items() if role == "head"}
+    for name, role in roles.items():
+        if role == "whole_sequence":
+            readers[name] = [other for other in roles if other.startswith(f"{name}.") and roles[other] == "rows"]
+    return readers
+
+
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, str]) -> None:
     """Split the parameters of `model`, on the meta device, over `tp` as `plan` says. Changes `model`.
 
@@ -164,16 +191,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, str])
     """
     if mesh.tp_ranks == 1:
         return
-    axis, modules = axis_of(mesh), dict(model.named_modules())
-    dims: dict[str, int] = {}
-    for pattern, role in plan.items():
-        names = [name for name in modules if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
-        if not names:
-            raise ValueError(f"The tensor-parallel plan names {pattern!r}, and the model has no such module")
-        for name in names:
-            _give_role(modules[name], role, axis)
-            if role in SPLIT_DIM:
-                dims[f"{name}.weight"] = SPLIT_DIM[role]
+    axis, roles = axis_of(mesh), find_roles(model, plan)
+    for name, role in roles.items():
+        _give_role(model.get_submodule(name), role, axis)
+    dims = {f"{name}.weight": SPLIT_DIM[role] for name, role in roles.items() if role in SPLIT_DIM}
     replace_parameters(model, lambda name, parameter: _split(parameter, dims.get(name), mesh.axes["tp"]))
 
 

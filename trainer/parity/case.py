@@ -9,8 +9,8 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config.check_float8 import CONVERTER, SECTION
-from trainer.config.schema import Config, Float8
+from trainer.config.check_float8 import SECTION
+from trainer.config.schema import CONVERTER, Config, Float8
 from trainer.config.schema import replace as replace_settings
 from trainer.launch import build_shape
 
@@ -120,7 +120,7 @@ class Case:
     def _float8_settings(self, base: Config) -> dict[str, Any]:
         """Return the settings of float8; those of the base where the user chose the layers."""
         options = Float8() if not self.float8 else base.quantize.linear.float8
-        if self.float8 and not base.model.converters:
+        if self.float8 and not base.model.is_float8:
             options = Float8(filter_fqns=TINY_FILTER)
         is_compiled = self.backend != "eager"
         values = {
@@ -141,7 +141,7 @@ def case_of(config: Config) -> Case:
         optimizer=config.optimizer.name,
         precision=config.training.mixed_precision_param,
         recompute=recompute.mode + options.get(recompute.mode, ""),
-        float8=config.quantize.linear.float8.recipe_name if config.model.converters else "",
+        float8=config.quantize.linear.float8.recipe_name if config.model.is_float8 else "",
         float8_gather=config.quantize.linear.float8.enable_fsdp_float8_all_gather,
         tied=build_shape(config).tie_embeddings,
     )

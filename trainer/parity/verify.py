@@ -42,7 +42,7 @@ FLOAT8_BOUND = 1e-4
 def bound_of(config: Config) -> Distance:
     """Return how far a case may be from one process, in the precision of `config`."""
     is_float32 = config.training.mixed_precision_param == "float32"
-    if is_float32 and not config.model.converters:
+    if is_float32 and not config.model.is_float8:
         # AdamW moves weights in proportion to lr alone, so a larger lr than the tiny model's 1e-3 enlarges differences.
         weights = 1e-2 * config.optimizer.lr if config.optimizer.name != "SGD" else 0.0
         return replace(FLOAT32_BOUND, weights=max(FLOAT32_BOUND.weights, weights))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.float8.gather import ReadWeight
-from trainer.parallel.float8.matmul import RECIPES, Recipe, linear
+from trainer.parallel.float8.matmul import RECIPES, Operand, Recipe, linear
+from trainer.parallel.float8.sequence import gather_in_float8
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.simple_fsdp import READ_PARAMETER
+from trainer.parallel.tensor import GATHER_INPUT, find_readers
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ NOTHING_IN_FLOAT8 = Float8()
 def _float8_class(
     cls: type[nn.Module], recipe: Recipe, emulate: bool, read: Callable[..., Any] | None
 ) -> type[nn.Module]:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, x: Tensor | Operand) -> Tensor:
         return linear(x, self.weight, recipe, emulate=emulate)  # type: ignore[arg-type]
 
     body: dict[str, Any] = {"forward": forward}
@@ -46,11 +48,11 @@ def _float8_class(
     return type(f"Float8{cls.__name__}", (cls,), body)
 
 
-def apply_float8(model: nn.Module, mesh: Mesh, settings: Float8) -> None:
+def apply_float8(model: nn.Module, mesh: Mesh, settings: Float8, plan: Mapping[str, str]) -> None:
     """Let the linear layers that `settings` name multiply in float8. Changes `model`.
 
-    After tensor parallelism, which decides what part of a weight a layer has; before the data axes, which must know
-    how a float8 weight is read.
+    After tensor parallelism by `plan`, which decides what part of a weight a layer has; before the data axes, which
+    must know how a float8 weight is read.
     """
     recipe = RECIPES[settings.recipe]
     if settings.gather and recipe.by_row:
@@ -61,6 +63,15 @@ def apply_float8(model: nn.Module, mesh: Mesh, settings: Float8) -> None:
         assert layer.bias is None
         read = None if recipe.by_row else ReadWeight(_groups_of(layer, mesh), settings.gather)
         layer.__class__ = _float8_class(type(layer), recipe, settings.emulate, read)  # type: ignore[assignment]
+    if mesh.tp_ranks > 1 and settings.layers and not recipe.by_row:
+        _gather_sequences(model, settings.layers, plan)
+
+
+def _gather_sequences(model: nn.Module, layers: frozenset[str], plan: Mapping[str, str]) -> None:
+    """Let modules gather their input in float8 where all layers that multiply it are float8."""
+    for name, readers in find_readers(model, plan).items():
+        if layers.issuperset(readers):
+            setattr(model.get_submodule(name), GATHER_INPUT, gather_in_float8)
 
 
 def _groups_of(layer: nn.Linear, mesh: Mesh) -> tuple[str, ...]:

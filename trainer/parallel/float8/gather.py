@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trainer.parallel.float8.cast import E4M3, Scale, amax_of, cast, scale_of
-from trainer.parallel.float8.matmul import Weight
+from trainer.parallel.float8.matmul import Operand
 from trainer.parallel.simple_fsdp import Precision, read, report_gather
 
 COLLECTIVES = torch.ops._c10d_functional
@@ -31,18 +31,18 @@ class ReadWeight:
     groups: tuple[str, ...]
     in_float8: bool
 
-    def __call__(self, parameter: DTensor, precision: Precision) -> Weight:
+    def __call__(self, parameter: DTensor, precision: Precision) -> Operand:
         """Collective over the axes that divide the parameter."""
         scale = agree_on_scale(_shard_of(parameter, precision), self.groups)
         if not self.in_float8:
-            return Weight(read(parameter, precision), scale)
+            return Operand(read(parameter, precision), scale)
 
         def gather_values() -> Tensor:
             return gather_bytes(parameter, precision, scale)
 
         values = gather_values()
         report_gather(values, gather_values)
-        return Weight(_TakesGradient.apply(parameter, values.shape, precision), scale, values)
+        return Operand(_TakesGradient.apply(parameter, values.shape, precision), scale, values)
 
 
 def _shard_of(parameter: DTensor, precision: Precision) -> Tensor:
@@ -53,7 +53,7 @@ def _shard_of(parameter: DTensor, precision: Precision) -> Tensor:
 
 
 def agree_on_scale(shard: Tensor, groups: tuple[str, ...]) -> Scale:
-    """Collective over `groups`. Return the scale of the matrix of which each rank has a shard, maybe an empty one."""
+    """Collective over `groups`. Return the scale of the tensor of which each rank has a shard, maybe an empty one."""
     amax = amax_of(shard) if shard.numel() else shard.float().sum().reshape(1, 1)
     for group in groups:
         amax = COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(amax, "max", group))

@@ -36,11 +36,11 @@ RECIPES = {
 }
 
 
-class Weight(NamedTuple):
-    """A linear layer's weight as tensorwise scaling reads it.
+class Operand(NamedTuple):
+    """A weight, or an input, whose one scale is known before its matmul.
 
-    `whole` takes the gradient. Its values are the weight's, unless `values` holds them already in float8: then it has
-    only their shape.
+    `whole` takes the gradient. It has the values too, unless `values` holds them already in float8: then it has only
+    their shape.
     """
 
     whole: Tensor
@@ -79,6 +79,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        x_values: Tensor | None,
+        x_scale: Tensor | None,
+        x_inverse: Tensor | None,
         whole: Tensor,
         values: Tensor | None,
         scale: Tensor | None,
@@ -86,21 +89,22 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         emulate: bool,
     ) -> Tensor:
-        weight = whole if values is None else values
-        ctx.save_for_backward(x, weight, scale, inverse)
+        kept_x, weight = (x if x_values is None else x_values), (whole if values is None else values)
+        ctx.save_for_backward(kept_x, x_scale, x_inverse, weight, scale, inverse)
         ctx.recipe, ctx.emulate = recipe, emulate
-        a = scale_and_cast(x.flatten(0, -2), by_row=recipe.by_row)
-        b = _read_weight(weight, scale, inverse) or scale_and_cast(weight, by_row=recipe.by_row)
+        flat_x = kept_x.flatten(0, -2)
+        a = _read(flat_x, x_scale, x_inverse) or scale_and_cast(flat_x, by_row=recipe.by_row)
+        b = _read(weight, scale, inverse) or scale_and_cast(weight, by_row=recipe.by_row)
         return multiply(a, b, x.dtype, emulate=emulate, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale, inverse = ctx.saved_tensors
+        x, x_scale, x_inverse, weight, scale, inverse = ctx.saved_tensors
         flat_x, flat_grad = x.flatten(0, -2), grad.flatten(0, -2)
-        ready = _read_weight(weight, scale, inverse)
+        ready_x, ready = _read(flat_x, x_scale, x_inverse), _read(weight, scale, inverse)
         grad_x = _input_gradient(flat_grad, weight, ready, ctx.recipe, emulate=ctx.emulate)
-        grad_weight = _weight_gradient(flat_grad, flat_x, ctx.recipe, emulate=ctx.emulate)
-        return grad_x.unflatten(0, x.shape[:-1]), grad_weight, None, None, None, None, None
+        grad_weight = _weight_gradient(flat_grad, flat_x, ready_x, ctx.recipe, emulate=ctx.emulate)
+        return grad_x.unflatten(0, x.shape[:-1]), None, None, None, grad_weight, None, None, None, None, None
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, ready: Scaled | None, recipe: Recipe, *, emulate: bool) -> Tensor:
@@ -113,16 +117,16 @@ def _input_gradient(grad: Tensor, weight: Tensor, ready: Scaled | None, recipe: 
     return multiply(a, b, grad.dtype, emulate=emulate)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe, *, emulate: bool) -> Tensor:
-    """Return grad.T @ x, whose contracted dim is that of tokens."""
+def _weight_gradient(grad: Tensor, x: Tensor, ready: Scaled | None, recipe: Recipe, *, emulate: bool) -> Tensor:
+    """Return grad.T @ x, whose contracted dim is that of tokens. `ready` is x in float8, where its scale is known."""
     if not recipe.is_weight_gradient_float8:
         return grad.t() @ x
     if recipe.by_row:
         a = scale_and_cast(grad.t(), recipe.gradient_dtype, by_row=True)
         b = scale_and_cast(x.t(), by_row=True)
     else:
-        a, b = transpose(scale_and_cast(grad, recipe.gradient_dtype)), transpose(scale_and_cast(x))
-    return multiply(a, b, x.dtype, emulate=emulate)
+        a, b = transpose(scale_and_cast(grad, recipe.gradient_dtype)), transpose(ready or scale_and_cast(x))
+    return multiply(a, b, grad.dtype, emulate=emulate)
 
 
 def transpose(x: Scaled) -> Scaled:
@@ -130,11 +134,11 @@ def transpose(x: Scaled) -> Scaled:
     return Scaled(x.values.t(), x.inverse)
 
 
-def _read_weight(weight: Tensor, scale: Tensor | None, inverse: Tensor | None) -> Scaled | None:
-    """Return a weight whose scale is known in float8, cast unless it is already; None where the scale isn't known."""
+def _read(matrix: Tensor, scale: Tensor | None, inverse: Tensor | None) -> Scaled | None:
+    """Return a matrix whose scale is known in float8, cast unless it is already; None where the scale isn't known."""
     if scale is None or inverse is None:
         return None
-    values = weight if weight.dtype.itemsize == 1 else cast(weight, Scale(scale, inverse))
+    values = matrix if matrix.dtype.itemsize == 1 else cast(matrix, Scale(scale, inverse))
     return Scaled(values, inverse)
 
 
@@ -143,6 +147,9 @@ def _read_weight(weight: Tensor, scale: Tensor | None, inverse: Tensor | None) -
 @torch._dynamo.allow_in_graph
 def float8_linear(
     x: Tensor,
+    x_values: Tensor | None,
+    x_scale: Tensor | None,
+    x_inverse: Tensor | None,
     whole: Tensor,
     values: Tensor | None,
     scale: Tensor | None,
@@ -151,11 +158,16 @@ def float8_linear(
     emulate: bool,
 ) -> Tensor:
     """Be the call that stands in captured graphs. Use `linear`."""
-    return _Linear.apply(x, whole, values, scale, inverse, RECIPES[recipe_name], emulate)
+    of_x, of_weight = (x, x_values, x_scale, x_inverse), (whole, values, scale, inverse)
+    return _Linear.apply(*of_x, *of_weight, RECIPES[recipe_name], emulate)
 
 
-def linear(x: Tensor, weight: Tensor | Weight, recipe: Recipe, *, emulate: bool) -> Tensor:
+def linear(x: Tensor | Operand, weight: Tensor | Operand, recipe: Recipe, *, emulate: bool) -> Tensor:
     """Return x @ weight.T in the dtype of `x`, its matmuls and those of backward in float8 as `recipe` says."""
-    if isinstance(weight, Weight):
-        return float8_linear(x, weight.whole, weight.values, *weight.scale, recipe.name, emulate)
-    return float8_linear(x, weight, None, None, None, recipe.name, emulate)
+    return float8_linear(*_spread(x), *_spread(weight), recipe.name, emulate)
+
+
+def _spread(operand: Tensor | Operand) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if isinstance(operand, Operand):
+        return operand.whole, operand.values, *operand.scale
+    return operand, None, None, None

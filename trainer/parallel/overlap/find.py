@@ -75,9 +75,8 @@ class Collective:
 
     @property
     def dtype_name(self) -> str:
-        """What travels; a weight in single bytes is float8, which not every backend knows."""
-        is_float8 = self.serves == "weight" and self.dtype.itemsize == 1
-        return "float8 (uint8)" if is_float8 else str(self.dtype).removeprefix("torch.")
+        """What travels; single bytes are float8, which not every backend knows."""
+        return "float8 (uint8)" if self.dtype.itemsize == 1 else str(self.dtype).removeprefix("torch.")
 
     @property
     def is_ours(self) -> bool:
