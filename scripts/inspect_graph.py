@@ -79,6 +79,8 @@ def inspect(config: Config, world_size: int, hardware: Any) -> tuple[list[Any], 
     from trainer.parallel.overlap.trace import trace
     from trainer.parts import build_loss_of, build_mesh_of, build_partition, build_sharded_model
 
+    if config.parallelism.fsdp_separate_gather_group is None:
+        config = replace(config, {"parallelism.fsdp_separate_gather_group": hardware.name.endswith("CPU")})
     training, backend = config.training, config.compile.backend
     with fake_process_group(world_size):
         mesh = build_mesh_of(config, torch.device("cpu"), world_size)

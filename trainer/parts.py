@@ -62,10 +62,13 @@ def build_overlap(config: Config, mesh: Mesh, backend: str, hardware: Hardware |
 
 
 def build_mesh_of(config: Config, device: torch.device, world_size: int) -> Mesh:
-    """Build the config's mesh over all ranks. Collective over all ranks."""
+    """Collective over all ranks. Build the config's mesh over all ranks."""
     replicate, shard = dp_degrees(config, world_size)
     tp = config.parallelism.tensor_parallel_degree
     separate_gathers = config.parallelism.fsdp_separate_gather_group
+    if separate_gathers is None:
+        # Measured on gloo only: docs/benchmark.md.
+        separate_gathers = device.type == "cpu" and config.compile.enable
     return build_mesh(device, dp_replicate=replicate, dp_shard=shard, tp=tp, separate_gathers=separate_gathers)
 
 

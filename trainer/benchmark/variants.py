@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,19 +38,17 @@ from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_los
 FSDP2_EAGER = "fsdp2"
 FSDP2_COMPILED = "fsdp2+compile"
 AUTO = "auto"
+GATHER_GROUP = "parallelism.fsdp_separate_gather_group"
 # What of SimpleFSDP's settings each of its variants has; the config has all the rest.
 SIMPLE_FSDP: dict[str, dict[str, Any]] = {
     "eager": {"compile.enable": False},
-    "none": {"compile.enable": True, "compile.bucketing": "none", "compile.reorder": False},
-    "block": {"compile.enable": True, "compile.bucketing": "block", "compile.reorder": True},
-    "block+group": {
-        "compile.enable": True,
-        "compile.bucketing": "block",
-        "compile.reorder": True,
-        "parallelism.fsdp_separate_gather_group": True,
-    },
-    AUTO: {"compile.enable": True, "compile.bucketing": "auto", "compile.reorder": True},
+    "none": {"compile.bucketing": "none", "compile.reorder": False},
+    "block": {"compile.bucketing": "block"},
+    "block+group": {"compile.bucketing": "block", GATHER_GROUP: True},
+    AUTO: {"compile.bucketing": "auto"},
 }
+# Unless a variant says otherwise.
+COMPILED = {"compile.enable": True, "compile.reorder": True, GATHER_GROUP: False}
 
 
 @dataclass
@@ -111,9 +110,10 @@ def _assemble(name: str, setup: Setup, model: nn.Module, sum_losses: SumTokenLos
 
 def _build_simple_fsdp(plan: str) -> Build:
     def build(setup: Setup, ours: nn.Module) -> Variant:
-        config = replace(setup.config, SIMPLE_FSDP[plan])
-        separate = config.parallelism.fsdp_separate_gather_group
-        mesh = with_gather_groups(setup.mesh) if separate else setup.mesh
+        config = replace(setup.config, COMPILED | SIMPLE_FSDP[plan])
+        mesh = replace_fields(setup.mesh, gather_groups={})
+        if config.parallelism.fsdp_separate_gather_group:
+            mesh = with_gather_groups(mesh)
         report = GraphReport(mesh.axis_of_group())
         sum_losses = build_sum_losses_of(config, mesh, ours, config.compile.backend, report, setup.hardware)
         return _assemble(plan, setup, ours, sum_losses)

@@ -196,8 +196,10 @@ class Parallelism:
         "Free a gathered parameter after its use and gather it again in backward. default: always without pipeline.",
         choices=("always", "never", "default"),
     )
-    fsdp_separate_gather_group: bool = machine(
-        False, "Gather on a process group of its own, so that gathers and sums of gradients can travel at once."
+    fsdp_separate_gather_group: bool | None = machine(
+        None,
+        "Gather on a process group of its own, so that gathers and sums of gradients can travel at once. None: with a "
+        "compiled graph on CPUs.",
     )
     tensor_parallel_degree: int = machine(
         1, "Ranks that divide heads, features and, between layers, the sequence.", unit="ranks", minimum=1
