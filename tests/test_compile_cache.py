@@ -14,6 +14,7 @@ from trainer.loss import sum_token_losses
 from trainer.models.llama.config import LlamaConfig, linear_layers
 from trainer.models.llama.model import Llama, initial_std
 from trainer.models.llama.plan import BLOCKS, TENSOR_PARALLEL
+from trainer.parallel import tensor
 from trainer.parallel.compile import build_sum_losses
 from trainer.parallel.float8.apply import NOTHING_IN_FLOAT8, Float8
 from trainer.parallel.graph_report import GraphReport, check_order
@@ -38,12 +39,17 @@ class Case:
     overlap: Overlap = PLAIN
     hardware: str = "H100"
     float8: Float8 = NOTHING_IN_FLOAT8
+    tp: int = 1
     other_source: bool = False
+    other_backward: bool = False
+
+    def build_mesh(self) -> Mesh:
+        return build_mesh(torch.device("cpu"), dp_replicate=1, dp_shard=2 // self.tp, tp=self.tp)
 
 
 def compile_afresh(rank: int, case: Case) -> GraphReport:
     """Compile and run one step in a fresh process, as a launch does."""
-    return compile_once(build_mesh(torch.device("cpu"), dp_replicate=1, dp_shard=2), case)
+    return compile_once(case.build_mesh(), case)
 
 
 def compile_once(mesh: Mesh, case: Case) -> GraphReport:
@@ -83,13 +89,15 @@ def look_up(rank: int, cases: list[Case]) -> list[bool]:
     def miss(*_: Any, **__: Any) -> None:
         raise Missed  # a graph that comes from the cache is not cut
 
-    mesh, found = build_mesh(torch.device("cpu"), dp_replicate=1, dp_shard=2), []
+    mesh, found = cases[0].build_mesh(), []
     for case in cases:
-        uuid = Partition.uuid
+        uuid, split = Partition.uuid, tensor._ScatterSum.backward
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Partition, "__call__", miss)
             if case.other_source:
                 patch.setattr(Partition, "uuid", lambda self, uuid=uuid: f"changed {uuid(self)}")
+            if case.other_backward:
+                patch.setattr(tensor._ScatterSum, "backward", lambda ctx, grad, split=split: split(ctx, grad * 2))
             try:
                 found.append(compile_once(mesh, case).from_cache)
             except Exception as error:
@@ -122,6 +130,17 @@ def test_a_second_start_hits_the_cache_and_every_change_misses_it(
     # What was compiled comes last, and is found: it is not the process that misses those before it.
     for found in run_ranks(look_up, 2, [*changed, base], timeout_seconds=400):
         assert found == [False] * len(changed) + [True]
+
+
+@pytest.mark.slow
+def test_tensor_parallel_graphs_are_kept_and_what_their_backward_does_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    base = Case(tp=2)
+    assert not any(report.from_cache for report in run_ranks(compile_afresh, 2, base, timeout_seconds=400))
+    for found in run_ranks(look_up, 2, [dataclasses.replace(base, other_backward=True), base], timeout_seconds=400):
+        assert found == [False, True]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
@@ -64,7 +65,11 @@ def build_backend(
         shards = tuple(tuple(x.to_local().shape) for x in inputs if isinstance(x, DTensor))
         of_this_rank, calls = replace(partition, shards=shards), find_calls()
         patches = {"custom_partitioner_fn": of_this_rank, "unsafe_marked_cacheable_functions": calls, **as_planned}
-        with report.kept_under(key_of(gm, inputs, f"{of_this_rank.uuid()} {calls}")):
+        with (
+            report.kept_under(key_of(gm, inputs, f"{of_this_rank.uuid()} {calls}")),
+            # The graphs of both their directions are captured beside the graph, and are part of the compiler's key.
+            functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
+        ):
             compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return agreed_before_first_use(compiled, report.order, agree)
 
