@@ -194,6 +194,7 @@ def check_saves(folder: Path) -> str:
     from trainer.checkpoint.manifest import read_manifest
 
     fixed = [*DEBUG, "--debug.deterministic", "true", "--training.steps", "9", "--checkpoint.interval", "4"]
+    fixed += ["--lr_scheduler.warmup_steps", "2"]
     seals = []
     for mode in ("disabled", "async_with_pinned_mem" if has_gpu() else "async"):
         train(folder / mode, *fixed, "--checkpoint.async_mode", mode)
