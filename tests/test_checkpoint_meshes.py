@@ -23,6 +23,8 @@ MESHES = {  # replicas, shards, tensor parallel
     "hsdp": (2, 2, 1),
     "hsdp x tp": (2, 2, 2),
 }
+NAMES = list(MESHES)
+PAIRS = {(name, NAMES[(i + away) % len(NAMES)]) for i, name in enumerate(NAMES) for away in (0, 1, 3)}
 
 
 def command(folder: Path, name: str, mesh: str, steps: int) -> list[str]:
@@ -39,6 +41,7 @@ def command(folder: Path, name: str, mesh: str, steps: int) -> list[str]:
 
 @pytest.mark.slow
 def test_the_next_ten_steps_do_not_depend_on_the_meshes_of_save_and_load(tmp_path: Path) -> None:
+    """Each mesh is saved from, and loaded on, three times: how a mesh reads does not depend on which other wrote."""
     write_dataset(tmp_path)
     by_ranks: dict[int, list[str]] = {}
     for mesh, degrees in MESHES.items():
@@ -49,7 +52,7 @@ def test_the_next_ten_steps_do_not_depend_on_the_meshes_of_save_and_load(tmp_pat
     expected = read_numbers(tmp_path / "straight")
     assert [step for step, *_ in expected] == list(range(1, STEPS + 1))
     for ranks, meshes in by_ranks.items():
-        pairs = [(saved, loaded) for saved in MESHES for loaded in meshes]
+        pairs = [(saved, loaded) for saved in MESHES for loaded in meshes if (saved, loaded) in PAIRS]
         commands = []
         for saved, loaded in pairs:
             name = f"{saved} to {loaded}"
