@@ -52,6 +52,11 @@ def main(argv: list[str]) -> int:
         loaded = load_config(settings_argv)
         world_size = loaded.flags.world_size or 1
         problems = check_config(loaded.config, world_size)
+        if loaded.config.parallelism.fsdp_gather_once:
+            problems.append(
+                "parallelism.fsdp_gather_once = true\nA microbatch then has no collectives over data axes to plan: "
+                "there is nothing to show. Leave it out; train.py logs what the gathers and sums of a step became."
+            )
         if problems:
             raise ConfigError(problems)
         is_float8 = loaded.config.model.is_float8

@@ -200,6 +200,15 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
         {"activation_checkpoint.mode": "memory_budget", "compile.enable": False},
         ["compile.enable = false", "compile.enable = true", '"none", "selective" or "full"'],
     ),
+    ({"parallelism.fsdp_gather_once": True}, ["fsdp_gather_once = true", "1 microbatch,", "lower local_batch_size"]),
+    (
+        {"parallelism.fsdp_gather_once": True, "parallelism.fsdp_reshard_after_forward": "always", GLOBAL: 16},
+        ["fsdp_gather_once = true", 'fsdp_reshard_after_forward = "always"', "Leave out one"],
+    ),
+    (
+        {"parallelism.fsdp_gather_once": True, "model.converters": ("float8",), GLOBAL: 16},
+        ["fsdp_gather_once = true", 'recipe_name = "tensorwise"', 'Use recipe_name = "rowwise"'],
+    ),
     ({"activation_checkpoint.memory_budget": 0.3}, ["memory_budget = 0.3", "no effect", '"none"', "set it to 0.5"]),
     (
         {"activation_checkpoint.memory_budget": 0.3, "activation_checkpoint.mode": "full"},

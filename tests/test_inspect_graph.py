@@ -105,6 +105,7 @@ def test_the_page_loads_nothing_and_holds_every_bucket(run: tuple[str, Path]) ->
     [
         (["--hardware", "H1"], "--hardware H1: it is not described. Use one of H100"),
         (["--parallelism.tensor_parallel_degree", "3"], "parallelism.tensor_parallel_degree = 3"),
+        (["--parallelism.fsdp_gather_once"], "parallelism.fsdp_gather_once = true"),
     ],
 )
 def test_what_cannot_be_inspected_is_refused_before_tracing(argv: list[str], said: str) -> None:

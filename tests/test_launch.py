@@ -219,6 +219,9 @@ def test_the_estimate_follows_what_is_divided_kept_and_recomputed() -> None:
     assert divided.parameters_bytes == pytest.approx(plain.parameters_bytes, rel=1e-6)  # 2 x 4 ranks instead of 8
     assert divided.activations_bytes == plain.activations_bytes // 2
     assert of(parallelism__fsdp_reshard_after_forward="never").gathered_bytes > 4 * plain.gathered_bytes
+    once = of(parallelism__fsdp_gather_once=True)
+    assert once.gathered_bytes == of(parallelism__fsdp_reshard_after_forward="never").gathered_bytes
+    assert once.gradients_bytes == plain.gradients_bytes + 8 * plain.gradients_bytes  # of 8 ranks' shares, in float32
     every_third = {mode: "selective", "activation_checkpoint__selective_ac_option": "3"}
     budget = {mode: "memory_budget", "activation_checkpoint__memory_budget": 0.1}
     kept = [

@@ -46,6 +46,7 @@ TWO_RANKS = [
     Case(shard=2, tied=True, optimizer="SGD"),
     Case(tp=2, optimizer="SGD"),
     Case(tp=2, tied=True, microbatches=2, loss_parallel=False),
+    Case(shard=2, tied=True, microbatches=2, gather_once=True, optimizer="SGD"),
     Case(shard=2, fsdp2=True, optimizer="SGD"),
     Case(shard=2),  # the same bits as the first time
 ]
@@ -58,6 +59,7 @@ TWO_COMPILED = [
     Case(shard=2, backend="aot_eager", recompute="selective op"),
     Case(shard=2, backend="aot_eager", recompute="memory_budget 0.3"),
     Case(tp=2, backend="aot_eager", recompute="full"),
+    Case(shard=2, backend="aot_eager", microbatches=2, gather_once=True, recompute="full"),
     Case(shard=2, backend="inductor", optimizer="SGD"),
 ]
 FOUR_RANKS = [
@@ -75,6 +77,7 @@ FOUR_COMPILED = [
     Case(replicate=2, shard=2, backend="aot_eager"),
     Case(replicate=2, shard=2, backend="aot_eager", optimizer="SGD"),
     Case(shard=2, tp=2, tied=True, backend="aot_eager"),
+    Case(shard=2, tp=2, tied=True, backend="aot_eager", microbatches=2, gather_once=True),
     Case(shard=4, precision="bfloat16"),
     Case(shard=2, tp=2, precision="bfloat16", optimizer="SGD"),
 ]

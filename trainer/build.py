@@ -5,6 +5,7 @@ What needs no process group is settled before, in `launch.py`; training itself i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,15 +32,21 @@ from trainer.memory import device_capacity_bytes
 from trainer.metrics.peak_flops import Peak, listed_peak_flops, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
 from trainer.optim import Optimizer
-from trainer.parallel.accumulate import Accumulate, build_accumulate
-from trainer.parallel.graph_report import GraphReport, check_order
+from trainer.parallel.accumulate import Accumulate, Reading, build_accumulate
+from trainer.parallel.graph_report import Agree, GraphReport, Order, check_order
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.overlap.measure import find_hardware_of_run
 from trainer.parallel.parallelize import initialize
 from trainer.parallel.self_test import check_collectives
 from trainer.parallel.toolchain import choose_backend
-from trainer.parts import build_mesh_of, build_optimizer_of, build_sharded_model, build_sum_losses_of
+from trainer.parts import (
+    build_mesh_of,
+    build_optimizer_of,
+    build_sharded_model,
+    build_sum_losses_of,
+    build_whole_of,
+)
 from trainer.resume import checkpoint_folder
 from trainer.schedule import Schedule, build_schedule_of
 from trainer.state import TrainState
@@ -59,7 +66,8 @@ class Run:
     mesh: Mesh
     model: nn.Module
     backend: str
-    graph_report: GraphReport
+    graph_reports: list[GraphReport]
+    reading: Reading
     sum_losses: Callable[[Tensor, Tensor], Tensor]
     accumulate: Accumulate
     optimizer: Optimizer
@@ -104,11 +112,14 @@ def build_run(launch: Launch, place: Place) -> Run:
     model = build_sharded_model(config, mesh)
     initialize(model, place.device, launch.family.initial_std(launch.shape), config.debug.seed)
     backend = _choose_backend(config, place, host)
-    graph_report = GraphReport(mesh.axis_of_group())
     hardware = _find_hardware(config, place, mesh, host)
-    sum_losses = build_sum_losses_of(
-        config, mesh, model, backend, graph_report, hardware, agree=lambda order: check_order(order, host)
-    )
+
+    def agree(order: Order) -> None:
+        check_order(order, host)
+
+    of_step, *of_transfers = graph_reports = _build_reports(config, mesh)
+    sum_losses = build_sum_losses_of(config, mesh, model, backend, of_step, hardware, agree)
+    reading = _build_reading(config, mesh, model, backend, of_transfers, hardware, agree)
     optimizer = build_optimizer_of(config, model)
     state = TrainState.start(place.device)
     begin(launch, place, model, optimizer, state, saving)
@@ -119,9 +130,10 @@ def build_run(launch: Launch, place: Place) -> Run:
         mesh=mesh,
         model=model,
         backend=backend,
-        graph_report=graph_report,
+        graph_reports=graph_reports,
+        reading=reading,
         sum_losses=sum_losses,
-        accumulate=build_accumulate(sum_losses),
+        accumulate=build_accumulate(sum_losses, reading),
         optimizer=optimizer,
         schedule=build_schedule_of(config),
         data=_build_data(config, launch.prepared, mesh),
@@ -158,6 +170,28 @@ def _find_hardware(config: Config, place: Place, mesh: Mesh, group: dist.Process
         return None
     capacity = device_capacity_bytes(place.device, place.local_world_size)
     return find_hardware_of_run(place.device, Path(config.job.dump_folder), capacity, group)
+
+
+def _build_reports(config: Config, mesh: Mesh) -> list[GraphReport]:
+    """Return a report for each graph: the step's, and where parameters are held whole, their gathers' and sums'."""
+    graphs = 3 if config.parallelism.fsdp_gather_once else 1
+    return [GraphReport(mesh.axis_of_group()) for _ in range(graphs)]
+
+
+def _build_reading(
+    config: Config,
+    mesh: Mesh,
+    model: nn.Module,
+    backend: str,
+    reports: list[GraphReport],
+    hardware: Hardware | None,
+    agree: Agree,
+) -> Reading:
+    """Return within what the step's function may be called: whole parameters are held, if they are to be."""
+    if not config.parallelism.fsdp_gather_once:
+        return contextlib.nullcontext
+    of_gather, of_sum = reports
+    return build_whole_of(config, mesh, model, backend, (of_gather, of_sum), hardware, agree).held
 
 
 def _build_data(config: Config, prepared: Prepared, mesh: Mesh) -> TrainingData:

@@ -72,10 +72,12 @@ def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
     """Estimate what one device must hold, from the settings alone. Errs on the low side: it may refuse a launch."""
     shape, family = build_shape(config), FAMILIES[config.model.name]
     tp = config.parallelism.tensor_parallel_degree
-    keeps_gathered = config.parallelism.fsdp_reshard_after_forward == "never"
+    gathers_once = config.parallelism.fsdp_gather_once
+    keeps_gathered = gathers_once or config.parallelism.fsdp_reshard_after_forward == "never"
     # Gathered again in backward, parameters of about two blocks are whole at a time: one in use, one on its way.
     gathered = shape if keeps_gathered else dataclasses.replace(shape, n_layers=min(2, shape.n_layers))
     in_compute_dtype, in_float8 = _count_gathered(config, family, gathered)
+    reduce_bytes = DTYPES[config.training.mixed_precision_reduce].itemsize
     return estimate_memory(
         parameters=family.count_parameters(shape) // tp,
         gathered_parameters=in_compute_dtype // tp,
@@ -85,6 +87,7 @@ def estimate_launch(config: Config, world_size: int) -> MemoryEstimate:
         storage_bytes=DTYPES[config.training.dtype].itemsize,
         compute_bytes=DTYPES[config.training.mixed_precision_param].itemsize,
         activations_bytes=_count_activation_bytes(config, family, shape) // tp,
+        whole_gradients_bytes=family.count_parameters(shape) // tp * reduce_bytes if gathers_once else 0,
     )
 
 

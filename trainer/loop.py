@@ -22,6 +22,7 @@ from trainer.build import Run
 from trainer.checkpoint.folder import checkpoint_path
 from trainer.checkpoint.hf_export import export_hf
 from trainer.checkpoint.saver import Progress
+from trainer.config.arithmetic import count_of
 from trainer.config.text import to_toml
 from trainer.describe import describe_launch
 from trainer.distributed import gather_objects, set_timeout
@@ -140,10 +141,13 @@ class Loop:
         set_timeout(run.config.comm.train_timeout_seconds, [*run.mesh.groups(), run.host_group])
         run.interrupt.install()
         if run.config.compile.enable:
-            report, graphs = report_compilation(), run.graph_report
-            found = " (from the compile cache)" if graphs.from_cache else ""
-            counts = f"{report.graphs} graph{found}, {report.breaks} breaks, {report.recompiles} recompiles"
-            lines = [f"{direction}: {line}" for direction, lines in graphs.lines.items() for line in lines]
+            report, graphs = report_compilation(len(run.graph_reports)), run.graph_reports
+            found = " (from the compile cache)" if all(graph.from_cache for graph in graphs) else ""
+            counts = (
+                f"{count_of(report.graphs, 'graph')}{found}, {report.breaks} breaks, {report.recompiles} recompiles"
+            )
+            by_direction = {name: lines for graph in graphs for name, lines in graph.lines.items()}
+            lines = [f"{direction}: {line}" for direction, lines in by_direction.items() for line in lines]
             run.metrics.text("compiled", "\n  ".join([f"Compiled {counts}", *lines]))
 
     def _read(self) -> None:
@@ -157,7 +161,7 @@ class Loop:
             self._name_bad_ranks(done.step, loss, grad_norm, rank_loss)
         elif self.run.metrics.is_logged(done.step):
             self.run.metrics.log(StepMetrics(done.step, loss, max_loss, grad_norm, done.lr, int(tokens_seen)))
-            self.run.metrics.scalar("recompiles", report_compilation().recompiles, done.step)
+            self.run.metrics.scalar("recompiles", report_compilation(len(self.run.graph_reports)).recompiles, done.step)
 
     def _name_bad_ranks(self, step: int, loss: float, grad_norm: float, rank_loss: float) -> None:
         """Collective over the host group. Say where a step stopped being finite."""
@@ -205,7 +209,7 @@ class Loop:
         if self._bad_step is not None:
             return
         start = time.perf_counter()
-        with run.metrics.apart("validation"):
+        with run.metrics.apart("validation"), run.reading():
             result = evaluate(run.sum_losses, run.held_out, run.mesh, run.place.device, run.interrupt.requested)
         if result is None:
             self._interrupted = True

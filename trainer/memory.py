@@ -59,17 +59,19 @@ def estimate_memory(
     storage_bytes: int,
     compute_bytes: int,
     activations_bytes: int,
+    whole_gradients_bytes: int = 0,
 ) -> MemoryEstimate:
     """Estimate one device's share of `parameters` divided over `shards` ranks, with `moments` per parameter.
 
     `gathered_parameters` of them are whole at a time. A single rank gathers nothing, and only holds a copy where
     compute has another dtype. `gathered_float8_parameters` are whole at a time as single bytes, always a copy.
+    `whole_gradients_bytes` are those of gradients before they are summed, where they are whole until then.
     """
     per_rank = -(-parameters // shards)
     copies = shards > 1 or storage_bytes != compute_bytes
     return MemoryEstimate(
         parameters_bytes=per_rank * storage_bytes,
-        gradients_bytes=per_rank * storage_bytes,
+        gradients_bytes=per_rank * storage_bytes + whole_gradients_bytes,
         moments_bytes=per_rank * storage_bytes * moments,
         gathered_bytes=(gathered_parameters * compute_bytes if copies else 0) + gathered_float8_parameters,
         activations_bytes=activations_bytes,

@@ -31,6 +31,8 @@ from trainer.parallel.parallelize import Layout, parallelize
 from trainer.parallel.partition import Partition
 from trainer.parallel.simple_fsdp import Precision
 from trainer.parallel.tensor import build_loss
+from trainer.parallel.transfers import compile_transfers, plain_transfers
+from trainer.parallel.whole import WholeParameters
 
 
 def build_partition(config: Config, overlap: Overlap = PLAIN) -> Partition:
@@ -117,13 +119,11 @@ def build_sharded_model(config: Config, mesh: Mesh) -> nn.Module:
     family = FAMILIES[config.model.name]
     with torch.device("meta"):
         model = family.build_model(build_shape(config)).to(DTYPES[config.training.dtype])
-    training = config.training
-    precision = Precision(DTYPES[training.mixed_precision_param], DTYPES[training.mixed_precision_reduce])
     settings = config.activation_checkpoint
     layout = Layout(
         tensor_plan=family.tensor_plan,
         blocks=family.blocks,
-        precision=precision,
+        precision=precision_of(config),
         recompute_mode=settings.mode,
         recompute_option=settings.selective_ac_option,
         float8=build_float8(config, torch.device(mesh.axes.device_type)),
@@ -166,6 +166,41 @@ def build_sum_losses_of(
         report=report,
         agree=agree,
     )
+
+
+def build_whole_of(
+    config: Config,
+    mesh: Mesh,
+    model: nn.Module,
+    backend: str,
+    reports: tuple[GraphReport, GraphReport],
+    hardware: Hardware | None = None,
+    agree: Agree = lambda order: None,
+) -> WholeParameters:
+    """Return the parameters of `model`, to be held whole; `reports` are for what gathers them, and what sums gradients.
+
+    The rest is as for `build_sum_losses_of`.
+    """
+    precision = precision_of(config)
+    if not config.compile.enable:
+        return WholeParameters(model, precision.reduce_dtype, plain_transfers(precision))
+    gather_report, sum_report = reports
+    transfers = compile_transfers(
+        dict(model.named_parameters()),
+        precision,
+        build_overlap(config, mesh, backend, hardware),
+        backend=backend,
+        gather_report=gather_report,
+        sum_report=sum_report,
+        agree=agree,
+    )
+    return WholeParameters(model, precision.reduce_dtype, transfers)
+
+
+def precision_of(config: Config) -> Precision:
+    """Return the dtypes in which the config gathers parameters and sums gradients."""
+    training = config.training
+    return Precision(DTYPES[training.mixed_precision_param], DTYPES[training.mixed_precision_reduce])
 
 
 def build_optimizer_of(config: Config, model: nn.Module) -> Optimizer:

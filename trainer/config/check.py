@@ -18,10 +18,12 @@ from trainer.config.values import list_words, nearest_hint, write_value
 def check_config(config: Config, world_size: int) -> list[str]:
     """Return what makes the configuration impossible on `world_size` ranks; empty when nothing does."""
     mesh = list(_check_mesh(config, world_size))
-    batch = [] if mesh else _check_batch(config, world_size)
+    batch = [] if mesh else list(_check_batch(config, world_size))
+    gathering = [] if mesh or batch else _check_gather_once(config, world_size)
     return [
         *mesh,
         *batch,
+        *gathering,
         *check_model(config),
         *_check_optimizer(config),
         *_check_schedule(config),
@@ -209,6 +211,30 @@ def _check_compile(config: Config) -> Iterator[str]:
             f"compile.memory_limit_gib = {config.compile.memory_limit_gib}\nIt has no effect with "
             f'compile.bucketing = {write_value(config.compile.bucketing)}; "auto" uses it. '
             'Leave it out, or use compile.bucketing = "auto".'
+        )
+
+
+def _check_gather_once(config: Config, world_size: int) -> Iterator[str]:
+    given, reshard = "parallelism.fsdp_gather_once = true", config.parallelism.fsdp_reshard_after_forward
+    if not config.parallelism.fsdp_gather_once:
+        return
+    if accumulation_steps(config, world_size) == 1:
+        yield (
+            f"{given}, training.global_batch_size = {config.training.global_batch_size}, "
+            f"training.local_batch_size = {config.training.local_batch_size}\nA step has 1 microbatch, whose gathers "
+            "and sums are already those of the step, a block at a time. Leave it out, or accumulate more microbatches: "
+            "a lower local_batch_size or a larger global_batch_size."
+        )
+    if reshard != "default":
+        yield (
+            f"{given}, parallelism.fsdp_reshard_after_forward = {write_value(reshard)}\nParameters are whole for the "
+            "whole step, and nothing is gathered in between. Leave out one of the two."
+        )
+    if config.model.is_float8 and config.quantize.linear.float8.recipe_name == "tensorwise":
+        yield (
+            f'{given}, quantize.linear.float8.recipe_name = "tensorwise"\nA tensorwise weight is cast where it is '
+            'gathered, with a scale that ranks agree on each time. Use recipe_name = "rowwise", or leave out '
+            "fsdp_gather_once."
         )
 
 

@@ -196,6 +196,11 @@ class Parallelism:
         "Free a gathered parameter after its use and gather it again in backward. default: always without pipeline.",
         choices=("always", "never", "default"),
     )
+    fsdp_gather_once: bool = machine(
+        False,
+        "Gather parameters before the first microbatch of a step and sum gradients after the last: a rank holds both "
+        "whole, and communicates once a step.",
+    )
     fsdp_separate_gather_group: bool | None = machine(
         None,
         "Gather on a process group of its own, so that gathers and sums of gradients can travel at once. None: with a "

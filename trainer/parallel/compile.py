@@ -34,19 +34,19 @@ AS_PLANNED = {
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Counts since the process started: graphs captured, graph breaks, and captures after the first of a function."""
+    """Counts since the process started: graphs, graph breaks, and captures after the first of each function."""
 
     graphs: int
     breaks: int
     recompiles: int
 
 
-def report_compilation() -> CompileReport:
-    """Read the compiler's counters."""
+def report_compilation(functions: int) -> CompileReport:
+    """Read the compiler's counters, of a process that compiles so many functions."""
     from torch._dynamo.utils import counters
 
     graphs = counters["stats"]["unique_graphs"]
-    return CompileReport(graphs, sum(counters["graph_break"].values()), max(0, graphs - 1))
+    return CompileReport(graphs, sum(counters["graph_break"].values()), max(0, graphs - functions))
 
 
 def build_backend(

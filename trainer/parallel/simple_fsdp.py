@@ -46,6 +46,20 @@ def gather(parameter: DTensor, precision: Precision) -> Tensor:
     return whole.to_local(grad_placements=[Partial(), Partial(), tp if tp.is_shard() else Partial()])
 
 
+def as_addend(gradient: Tensor, parameter: Tensor) -> DTensor:
+    """Return this rank's gradient of the gathered `parameter` as one addend of the sum over ranks; moves nothing."""
+    assert isinstance(parameter, DTensor)
+    *_, tp = parameter.placements
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        [Partial(), Partial(), tp if tp.is_shard() else Partial()],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 GatherWatcher = Callable[[Tensor, Callable[[], Tensor]], None]
 _watcher: GatherWatcher | None = None
 
@@ -67,8 +81,13 @@ def report_gather(whole: Tensor, again: Callable[[], Tensor]) -> None:
         _watcher(whole, again)
 
 
-def read(parameter: DTensor, precision: Precision) -> Tensor:
-    """Be what reading a parameter from its module means: `gather`, of which the watcher hears."""
+def read(parameter: Tensor, precision: Precision) -> Tensor:
+    """Be what reading a parameter from its module means: `gather`, of which the watcher hears.
+
+    A parameter that is held whole stands in its module as a plain tensor, and is read as it is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
     whole = gather(parameter, precision)
     report_gather(whole, lambda: gather(parameter, precision))
     return whole

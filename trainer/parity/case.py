@@ -31,6 +31,7 @@ class Case:
     precision: str = "float32"
     recompute: str = "none"
     regather: bool = True
+    gather_once: bool = False
     tied: bool = False
     microbatches: int = 1
     loss_inside: bool = True
@@ -65,6 +66,7 @@ class Case:
         unusual = {
             f"recompute {self.recompute}": self.recompute != "none",
             "reshard never": not self.regather,
+            "gathered once": self.gather_once,
             "tied": self.tied,
             f"{self.microbatches} microbatches": self.microbatches > 1,
             "loss outside": not self.loss_inside,
@@ -96,7 +98,8 @@ class Case:
             "parallelism.data_parallel_shard_degree": self.shard,
             "parallelism.tensor_parallel_degree": self.tp,
             "parallelism.disable_loss_parallel": not self.loss_parallel,
-            "parallelism.fsdp_reshard_after_forward": "always" if self.regather else "never",
+            "parallelism.fsdp_reshard_after_forward": self._reshard,
+            "parallelism.fsdp_gather_once": self.gather_once,
             "training.local_batch_size": base.training.global_batch_size // (self.data_ranks * self.microbatches),
             "training.mixed_precision_param": self.precision,
             "model.args.tie_embeddings": self.tied,
@@ -116,6 +119,12 @@ class Case:
         if mode == "memory_budget":
             settings["activation_checkpoint.memory_budget"] = float(option)
         return replace_settings(base, settings)
+
+    @property
+    def _reshard(self) -> str:
+        if self.gather_once:
+            return "default"
+        return "always" if self.regather else "never"
 
     def _float8_settings(self, base: Config) -> dict[str, Any]:
         """Return the settings of float8; those of the base where the user chose the layers."""

@@ -48,6 +48,7 @@ def settle(config: Config, processes: int) -> Config:
             "parallelism.data_parallel_shard_degree": -1,
             "parallelism.tensor_parallel_degree": 1,
             "parallelism.disable_loss_parallel": False,
+            "parallelism.fsdp_gather_once": False,
             "training.steps": STEPS,
             "lr_scheduler.warmup_steps": 0,
             "lr_scheduler.decay_ratio": None,
@@ -99,12 +100,14 @@ def choose_quick(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
         replace(small, regather=False),
         replace(small, microbatches=2),
         replace(small, microbatches=4),
+        replace(sharded, microbatches=2, gather_once=True),
         replace(mixed, optimizer="AdamW", loss_parallel=mixed.tp == 1),
         replace(small, **compiled, loss_inside=False, microbatches=2),
         replace(mixed, **compiled, regather=False),
         replace(sharded, backend="inductor"),
         replace(sharded, **compiled, bucketing="auto"),
         replace(small, **compiled, bucketing="none"),
+        replace(mixed, **compiled, microbatches=2, gather_once=True),
     ]
     if is_tiny:
         cases += [
@@ -113,6 +116,7 @@ def choose_quick(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
             replace(sharded, precision="bfloat16"),
             replace(mixed, precision="bfloat16", optimizer="AdamW"),
             replace(mixed, **compiled, tied=True, recompute="full"),
+            replace(mixed, tied=True, microbatches=2, gather_once=True, precision="bfloat16"),
             replace(sharded, **compiled, recompute="memory_budget 0.3"),
             *choose_float8(sharded, small, mixed),
         ]
@@ -156,6 +160,8 @@ def choose_full(base: Config, processes: int, *, is_tiny: bool) -> list[Case]:
         for mode, regather, (number, precision) in product(recompute, (True, False), enumerate(precisions)):
             crossed = replace(here, recompute=mode, regather=regather, precision=precision)
             cases.append(replace(crossed, tied=tied[number % len(tied)], optimizer=optimizers[number % 2]))
+        once = replace(here, microbatches=2, gather_once=True)
+        cases += [replace(once, tied=is_tied, optimizer=optimizer) for is_tied, optimizer in product(tied, optimizers)]
         if backend != "eager":
             cases += [replace(here, bucketing=bucketing, tied=tied[-1]) for bucketing in ("none", "auto")]
     cases += [replace(mesh, backend="inductor", optimizer=optimizer) for mesh in meshes for optimizer in optimizers]

@@ -5,6 +5,7 @@ Also the same on PyTorch's FSDP2, from the same weights. Comparing is `verify.py
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,14 +26,14 @@ from trainer.launch import build_shape
 from trainer.loss import count_labels
 from trainer.models.registry import FAMILIES
 from trainer.optim import local
-from trainer.parallel.accumulate import build_accumulate
+from trainer.parallel.accumulate import Reading, build_accumulate
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import AXES, Mesh
-from trainer.parallel.overlap.hardware import HARDWARE
+from trainer.parallel.overlap.hardware import HARDWARE, Hardware
 from trainer.parallel.parallelize import initialize
 from trainer.parity.case import Case
-from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of
+from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of, build_whole_of
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Trainee:
         # An automatic plan for any hardware must be right; described, it is the same one wherever this runs.
         hardware = HARDWARE["H100"] if case.bucketing == "auto" else None
         sum_losses = build_sum_losses_of(config, mesh, self._model, config.compile.backend, report, hardware)
-        self._accumulate = build_accumulate(sum_losses)
+        self._accumulate = build_accumulate(sum_losses, _build_reading(config, mesh, self._model, hardware))
         self._first = [local(p.detach()).clone() for p in self._model.parameters()]
 
     def train(self, config: Config) -> Result:
@@ -112,6 +113,13 @@ class Trainee:
             if self._place.rank == 0:
                 result.weights[name] = weight
         result.digest = digest.hexdigest()
+
+
+def _build_reading(config: Config, mesh: Mesh, model: nn.Module, hardware: Hardware | None) -> Reading:
+    if not config.parallelism.fsdp_gather_once:
+        return contextlib.nullcontext
+    reports = GraphReport(mesh.axis_of_group()), GraphReport(mesh.axis_of_group())
+    return build_whole_of(config, mesh, model, config.compile.backend, reports, hardware).held
 
 
 def _initial_std(config: Config) -> Any:

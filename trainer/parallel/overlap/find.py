@@ -128,10 +128,10 @@ def find_collectives(gm: GraphModule, axes: Mapping[str, str]) -> list[Collectiv
         serves = ""
         if axis in DATA_AXES and kind == "all_gather" and node in weights:
             serves = "weight"
-        elif kind == "all_reduce" and node in weights:
-            serves = "scale"
         elif node in sums_before:
             serves = "gradient"
+        elif kind == "all_reduce" and node in weights:
+            serves = "scale"
         given, result = node.args[0].meta["val"], node.meta["val"]
         found.append(
             Collective(
@@ -152,11 +152,12 @@ def find_collectives(gm: GraphModule, axes: Mapping[str, str]) -> list[Collectiv
 
 
 def is_parameter(placeholder: Node) -> bool:
-    """Tell parameters from token ids, saved values and tangents: AOTAutograd calls a graph's inputs primals."""
-    value = placeholder.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor) and value.is_floating_point() and str(placeholder.target).startswith("primals")
-    )
+    """Tell parameters from token ids, saved values and tangents.
+
+    AOTAutograd calls a graph's inputs primals, and those of one that has no backward arg.
+    """
+    value, name = placeholder.meta.get("val"), str(placeholder.target)
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and name.startswith(("primals", "arg"))
 
 
 def is_number(node: Node) -> bool:
@@ -209,7 +210,8 @@ def _count_sums(starts: list[Node], axes: Mapping[str, str]) -> dict[Node, int]:
     A sum over a data axis is one of a gradient if its result goes to the graph's output with no computation between.
     """
     leaves: dict[Node, bool] = {}
-    sums = [node for node in starts if axes[node.args[-1]] in DATA_AXES and KINDS[node.target] != "all_gather"]
+    over_data = [node for node in starts if axes[node.args[-1]] in DATA_AXES]
+    sums = [node for node in over_data if KINDS[node.target] != "all_gather" and node.args[1] == "sum"]
     level = {node: 0 for node in sums if _goes_out(node, leaves)}
     for node in list(level):
         for later in _sums_after(node, level):
