@@ -15,7 +15,7 @@ from trainer.models.llama.model import initial_std
 from trainer.parallel.accumulate import build_accumulate
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.parallelize import initialize
-from trainer.parts import build_mesh_of, build_sharded_model, build_sum_losses_of, build_whole_of
+from trainer.parts import build_mesh_of, build_reading_of, build_sharded_model, build_sum_losses_of
 
 CPU = torch.device("cpu")
 PARAMETERS, BUCKETS = 2 * 9 + 3, 2 + 2  # of two blocks, the embedding, and the norm with the head
@@ -53,14 +53,14 @@ def accumulate(ranks: int, **changes: Any) -> tuple[list[GraphReport], nn.Module
         initialize(model, CPU, initial_std(DEBUG), seed=0)
         of_step, of_gather, of_sum = reports = [GraphReport(mesh.axis_of_group()) for _ in range(3)]
         sum_losses = build_sum_losses_of(config, mesh, model, config.compile.backend, of_step)
-        whole = build_whole_of(config, mesh, model, config.compile.backend, (of_gather, of_sum))
+        reading = build_reading_of(config, mesh, model, config.compile.backend, of_gather, of_sum)
 
         def watched(tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
             seen.append([type(parameter).__name__ for parameter in model.parameters()])
             return sum_losses(tokens_BT, labels_BT)
 
         tokens = torch.zeros(3, 16, dtype=torch.int64)
-        build_accumulate(watched, whole.held)([Rows(tokens, tokens)] * 3, torch.tensor(9 * 16.0))
+        build_accumulate(watched, reading)([Rows(tokens, tokens)] * 3, torch.tensor(9 * 16.0))
     return reports, model, seen
 
 

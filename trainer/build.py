@@ -5,7 +5,6 @@ What needs no process group is settled before, in `launch.py`; training itself i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from trainer.metrics.peak_flops import Peak, listed_peak_flops, peak_flops
 from trainer.metrics.writer import Metrics, build_metrics
 from trainer.optim import Optimizer
 from trainer.parallel.accumulate import Accumulate, Reading, build_accumulate
-from trainer.parallel.graph_report import Agree, GraphReport, Order, check_order
+from trainer.parallel.graph_report import GraphReport, Order, check_order
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.overlap.hardware import Hardware
 from trainer.parallel.overlap.measure import find_hardware_of_run
@@ -43,9 +42,9 @@ from trainer.parallel.toolchain import choose_backend
 from trainer.parts import (
     build_mesh_of,
     build_optimizer_of,
+    build_reading_of,
     build_sharded_model,
     build_sum_losses_of,
-    build_whole_of,
 )
 from trainer.resume import checkpoint_folder
 from trainer.schedule import Schedule, build_schedule_of
@@ -117,9 +116,9 @@ def build_run(launch: Launch, place: Place) -> Run:
     def agree(order: Order) -> None:
         check_order(order, host)
 
-    of_step, *of_transfers = graph_reports = _build_reports(config, mesh)
+    of_step, of_gather, of_sum = reports = [GraphReport(mesh.axis_of_group()) for _ in range(3)]
     sum_losses = build_sum_losses_of(config, mesh, model, backend, of_step, hardware, agree)
-    reading = _build_reading(config, mesh, model, backend, of_transfers, hardware, agree)
+    reading = build_reading_of(config, mesh, model, backend, of_gather, of_sum, hardware, agree)
     optimizer = build_optimizer_of(config, model)
     state = TrainState.start(place.device)
     begin(launch, place, model, optimizer, state, saving)
@@ -130,7 +129,7 @@ def build_run(launch: Launch, place: Place) -> Run:
         mesh=mesh,
         model=model,
         backend=backend,
-        graph_reports=graph_reports,
+        graph_reports=reports if config.parallelism.fsdp_gather_once else [of_step],
         reading=reading,
         sum_losses=sum_losses,
         accumulate=build_accumulate(sum_losses, reading),
@@ -170,28 +169,6 @@ def _find_hardware(config: Config, place: Place, mesh: Mesh, group: dist.Process
         return None
     capacity = device_capacity_bytes(place.device, place.local_world_size)
     return find_hardware_of_run(place.device, Path(config.job.dump_folder), capacity, group)
-
-
-def _build_reports(config: Config, mesh: Mesh) -> list[GraphReport]:
-    """Return a report for each graph: the step's, and where parameters are held whole, their gathers' and sums'."""
-    graphs = 3 if config.parallelism.fsdp_gather_once else 1
-    return [GraphReport(mesh.axis_of_group()) for _ in range(graphs)]
-
-
-def _build_reading(
-    config: Config,
-    mesh: Mesh,
-    model: nn.Module,
-    backend: str,
-    reports: list[GraphReport],
-    hardware: Hardware | None,
-    agree: Agree,
-) -> Reading:
-    """Return within what the step's function may be called: whole parameters are held, if they are to be."""
-    if not config.parallelism.fsdp_gather_once:
-        return contextlib.nullcontext
-    of_gather, of_sum = reports
-    return build_whole_of(config, mesh, model, backend, (of_gather, of_sum), hardware, agree).held
 
 
 def _build_data(config: Config, prepared: Prepared, mesh: Mesh) -> TrainingData:

@@ -6,6 +6,8 @@ its data, checkpoint and metrics, is `build.py`.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -18,6 +20,7 @@ from trainer.fit import graph_limit_bytes
 from trainer.loss import UNCOUNTED, sum_token_losses
 from trainer.models.registry import FAMILIES, build_shape
 from trainer.optim import Optimizer
+from trainer.parallel.accumulate import Reading
 from trainer.parallel.compile import SumTokenLosses, build_sum_losses
 from trainer.parallel.float8.apply import Float8
 from trainer.parallel.float8.device import find_missing_float8
@@ -168,33 +171,34 @@ def build_sum_losses_of(
     )
 
 
-def build_whole_of(
+def build_reading_of(
     config: Config,
     mesh: Mesh,
     model: nn.Module,
     backend: str,
-    reports: tuple[GraphReport, GraphReport],
+    gather_report: GraphReport,
+    sum_report: GraphReport,
     hardware: Hardware | None = None,
     agree: Agree = lambda order: None,
-) -> WholeParameters:
-    """Return the parameters of `model`, to be held whole; `reports` are for what gathers them, and what sums gradients.
-
-    The rest is as for `build_sum_losses_of`.
+) -> Reading:
+    """Return within what the function of `build_sum_losses_of` may be called: with the parameters of `model` held
+    whole, where the config gathers once a step. The reports are for the graphs of that; the rest is as there.
     """
+    if not config.parallelism.fsdp_gather_once:
+        return contextlib.nullcontext
     precision = precision_of(config)
-    if not config.compile.enable:
-        return WholeParameters(model, precision.reduce_dtype, plain_transfers(precision))
-    gather_report, sum_report = reports
-    transfers = compile_transfers(
-        dict(model.named_parameters()),
-        precision,
-        build_overlap(config, mesh, backend, hardware),
-        backend=backend,
-        gather_report=gather_report,
-        sum_report=sum_report,
-        agree=agree,
-    )
-    return WholeParameters(model, precision.reduce_dtype, transfers)
+    transfers = plain_transfers(precision)
+    if config.compile.enable:
+        transfers = compile_transfers(
+            dict(model.named_parameters()),
+            precision,
+            build_overlap(config, mesh, backend, hardware),
+            backend=backend,
+            gather_report=gather_report,
+            sum_report=sum_report,
+            agree=agree,
+        )
+    return WholeParameters(model, precision.reduce_dtype, transfers).held
 
 
 def precision_of(config: Config) -> Precision:

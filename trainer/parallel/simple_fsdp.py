@@ -37,27 +37,30 @@ def gather(parameter: DTensor, precision: Precision) -> Tensor:
     of a sum over data ranks, taken in `reduce_dtype`; the result has the parameter's placement and dtype. Ranks of `tp`
     that hold the same parameter use it for different parts of the sequence, so their gradients are addends as well.
     """
-    *_, tp = parameter.placements
     whole = parameter.redistribute(
-        placements=[Replicate(), Replicate(), tp],
+        placements=[Replicate(), Replicate(), parameter.placements[-1]],
         forward_dtype=precision.param_dtype,
         backward_dtype=precision.reduce_dtype,
     )
-    return whole.to_local(grad_placements=[Partial(), Partial(), tp if tp.is_shard() else Partial()])
+    return whole.to_local(grad_placements=_addend_placements(parameter))
 
 
 def as_addend(gradient: Tensor, parameter: Tensor) -> DTensor:
     """Return this rank's gradient of the gathered `parameter` as one addend of the sum over ranks; moves nothing."""
     assert isinstance(parameter, DTensor)
-    *_, tp = parameter.placements
     return DTensor.from_local(
         gradient,
         parameter.device_mesh,
-        [Partial(), Partial(), tp if tp.is_shard() else Partial()],
+        _addend_placements(parameter),
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _addend_placements(parameter: DTensor) -> list[Placement]:
+    *_, tp = parameter.placements
+    return [Partial(), Partial(), tp if tp.is_shard() else Partial()]
 
 
 GatherWatcher = Callable[[Tensor, Callable[[], Tensor]], None]

@@ -5,7 +5,6 @@ Also the same on PyTorch's FSDP2, from the same weights. Comparing is `verify.py
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -26,14 +25,14 @@ from trainer.launch import build_shape
 from trainer.loss import count_labels
 from trainer.models.registry import FAMILIES
 from trainer.optim import local
-from trainer.parallel.accumulate import Reading, build_accumulate
+from trainer.parallel.accumulate import build_accumulate
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.graph_report import GraphReport
 from trainer.parallel.mesh import AXES, Mesh
-from trainer.parallel.overlap.hardware import HARDWARE, Hardware
+from trainer.parallel.overlap.hardware import HARDWARE
 from trainer.parallel.parallelize import initialize
 from trainer.parity.case import Case
-from trainer.parts import build_optimizer_of, build_sharded_model, build_sum_losses_of, build_whole_of
+from trainer.parts import build_optimizer_of, build_reading_of, build_sharded_model, build_sum_losses_of
 
 
 @dataclass
@@ -78,11 +77,12 @@ class Trainee:
         initialize(self._model, place.device, _initial_std(config), config.debug.seed)
         if case.fsdp2:
             self._model = _rebuild_with_fsdp2(self._model, config, mesh, place.device)
-        report = GraphReport(mesh.axis_of_group())
+        of_step, of_gather, of_sum = (GraphReport(mesh.axis_of_group()) for _ in range(3))
         # An automatic plan for any hardware must be right; described, it is the same one wherever this runs.
         hardware = HARDWARE["H100"] if case.bucketing == "auto" else None
-        sum_losses = build_sum_losses_of(config, mesh, self._model, config.compile.backend, report, hardware)
-        self._accumulate = build_accumulate(sum_losses, _build_reading(config, mesh, self._model, hardware))
+        parts = config, mesh, self._model, config.compile.backend
+        sum_losses = build_sum_losses_of(*parts, of_step, hardware)
+        self._accumulate = build_accumulate(sum_losses, build_reading_of(*parts, of_gather, of_sum, hardware))
         self._first = [local(p.detach()).clone() for p in self._model.parameters()]
 
     def train(self, config: Config) -> Result:
@@ -113,13 +113,6 @@ class Trainee:
             if self._place.rank == 0:
                 result.weights[name] = weight
         result.digest = digest.hexdigest()
-
-
-def _build_reading(config: Config, mesh: Mesh, model: nn.Module, hardware: Hardware | None) -> Reading:
-    if not config.parallelism.fsdp_gather_once:
-        return contextlib.nullcontext
-    reports = GraphReport(mesh.axis_of_group()), GraphReport(mesh.axis_of_group())
-    return build_whole_of(config, mesh, model, config.compile.backend, reports, hardware).held
 
 
 def _initial_std(config: Config) -> Any:
