@@ -85,8 +85,11 @@ def test_what_cannot_run_is_refused_with_code_2_and_a_way_out(
     assert not dist.is_initialized()
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
+    waits: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", waits.append)
     code, _, err = ask(capsys, argv)
     assert (code, err) == (REFUSED, ""), "one rank of a machine tells it"
+    assert waits == [train.SECONDS_TO_PRINT], "or torchrun would end the one that tells it"
 
 
 def test_a_resume_may_stop_short_of_the_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
